@@ -1,0 +1,181 @@
+"""What a cluster looks like to us: frozen dataclasses in Slurm's own terms.
+
+Owns the vocabulary that `port`, `harvest` and `simulate` share. Knows nothing of how it is observed: no commands, no clock.
+All times are Unix seconds (float); all durations end in `_s`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class JobState(StrEnum):
+    """Base job states, spelled as Slurm spells them."""
+
+    PENDING = "PENDING"
+    RUNNING = "RUNNING"
+    SUSPENDED = "SUSPENDED"
+    COMPLETED = "COMPLETED"
+    CANCELLED = "CANCELLED"
+    FAILED = "FAILED"
+    TIMEOUT = "TIMEOUT"
+    NODE_FAIL = "NODE_FAIL"
+    PREEMPTED = "PREEMPTED"
+    BOOT_FAIL = "BOOT_FAIL"
+    DEADLINE = "DEADLINE"
+    OUT_OF_MEMORY = "OUT_OF_MEMORY"
+
+
+class JobFlag(StrEnum):
+    """State flags that may accompany a base state (or stand for it in `squeue`)."""
+
+    COMPLETING = "COMPLETING"
+    CONFIGURING = "CONFIGURING"
+    REQUEUED = "REQUEUED"
+    REQUEUE_HOLD = "REQUEUE_HOLD"
+    REQUEUE_FED = "REQUEUE_FED"
+    RESIZING = "RESIZING"
+    SIGNALING = "SIGNALING"
+    SPECIAL_EXIT = "SPECIAL_EXIT"
+    STAGE_OUT = "STAGE_OUT"
+    STOPPED = "STOPPED"
+    REVOKED = "REVOKED"
+
+
+class PreemptMode(StrEnum):
+    """What a partition (or the cluster) does to a job that is preempted."""
+
+    OFF = "OFF"
+    REQUEUE = "REQUEUE"
+    CANCEL = "CANCEL"
+    SUSPEND = "SUSPEND"
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One compute node. `states` holds Slurm's lower-case state words, flags included ('idle', 'drain', 'not_responding')."""
+
+    name: str
+    states: frozenset[str]
+    partitions: frozenset[str]
+    gpu_type: str
+    gpus: int
+    gpus_allocated: int
+    cpus: int
+    cpus_allocated: int
+    memory_mb: int
+    memory_allocated_mb: int
+
+    @property
+    def usable(self) -> bool:
+        """Whether new jobs may start here at all."""
+        bad = {"down", "drain", "drained", "draining", "fail", "failing", "maint", "reserved", "not_responding",
+               "unknown", "error", "power_down", "powered_down", "powering_down", "reboot", "planned_down"}
+        return not (self.states & bad)
+
+    @property
+    def idle_gpus(self) -> int:
+        return max(0, self.gpus - self.gpus_allocated) if self.usable else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One job as the queue shows it. `gpus` is the total over its nodes; `gpus_by_node` is known only while it holds them."""
+
+    job_id: int
+    user: str
+    partition: str
+    state: JobState
+    flags: frozenset[JobFlag] = frozenset()
+    reason: str = ""
+    name: str = ""
+    comment: str = ""
+    nodes: tuple[str, ...] = ()
+    gpus: int = 0
+    gpus_by_node: tuple[tuple[str, int], ...] = ()
+    n_nodes: int = 1
+    cpus: int = 1
+    priority: int = 0
+    restart_count: int = 0
+    submit_time: float = 0.0
+    eligible_time: float = 0.0
+    start_time: float = 0.0
+    end_time: float = 0.0
+    time_limit_s: float = 0.0
+    exit_code: int = 0
+
+    @property
+    def holds_gpus(self) -> bool:
+        """RUNNING, SUSPENDED or COMPLETING: its GPUs cannot be given to another job yet."""
+        return self.state in (JobState.RUNNING, JobState.SUSPENDED) or JobFlag.COMPLETING in self.flags
+
+    @property
+    def waits(self) -> bool:
+        return self.state is JobState.PENDING and JobFlag.COMPLETING not in self.flags
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    name: str
+    nodes: frozenset[str]
+    priority_tier: int
+    preempt_mode: PreemptMode
+    grace_s: float
+    max_time_s: float
+    up: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterInfo:
+    """What does not change from one observation to the next (until a reconfigure)."""
+
+    name: str
+    backend: str
+    version: str
+    preempt_type: str
+    kill_wait_s: float
+    message_timeout_s: float
+    user: str
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterView:
+    """One complete observation. A failed or truncated observation never becomes a view: it raises `ClusterUnavailable`."""
+
+    observed_at: float
+    nodes: tuple[Node, ...]
+    jobs: tuple[Job, ...]
+    partitions: tuple[Partition, ...]
+
+    def partition(self, name: str) -> Partition | None:
+        return next((p for p in self.partitions if p.name == name), None)
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpec:
+    """A job to submit. `script` is the whole batch script; `argv` options are built from the fields, never by the caller."""
+
+    name: str
+    comment: str
+    partition: str
+    script: str
+    gpus: int = 0
+    nodes: int = 1
+    tasks: int = 1
+    cpus_per_task: int = 1
+    memory_mb: int = 0
+    gpu_type: str = ""
+    time_s: float = 0.0
+    time_min_s: float = 0.0
+    requeue: bool = True
+    nice: int = 0
+    nodelist: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    output: str = "/dev/null"
+    workdir: str = ""
+    account: str = ""
+    qos: str = ""
+    wckey: str = ""
+    constraint: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
