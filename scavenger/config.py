@@ -1,0 +1,282 @@
+"""Configuration: `scavenger.toml` (the daemon's) and `run.toml` (a run's), read once, checked once, never changed afterwards.
+
+Owns every key, its unit, its default and what is allowed. Reads files and nothing else. An unknown key, a wrong unit or an impossible
+value is refused with the file, the key and what is allowed.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from scavenger.errors import ConfigError
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, str_strip_whitespace=True)
+
+
+# ---------------------------------------------------------------- scavenger.toml
+
+
+class DaemonSection(Section):
+    """Where the daemon keeps its state and how it is reached."""
+
+    state_dir: Path
+    ledger: str = ""  # SQLAlchemy URL; empty = SQLite at <state_dir>/ledger.sqlite3
+    listen: str = "127.0.0.1"  # interface to bind; 0.0.0.0 = every one
+    port: Annotated[int, Field(ge=0, le=65535)] = 0  # 0 = the system gives one
+    advertise: str = ""  # host name that workers connect to; empty = `listen`
+    heartbeat_s: Seconds = 1.0
+    suspect_s: Seconds = 4.0  # silence after which a worker gets no new leases
+    dead_s: Seconds = 12.0  # silence after which its samples move even without a word from Slurm
+    reconnect_s: Seconds = 15.0  # how long a restarted daemon waits for the holders of open leases
+    flush_ms: Annotated[float, Field(ge=1, le=10_000)] = 100.0
+    flush_tokens: Positive = 32
+
+    @model_validator(mode="after")
+    def _ordered(self) -> DaemonSection:
+        if not self.heartbeat_s < self.suspect_s < self.dead_s:
+            raise ValueError("heartbeat_s < suspect_s < dead_s must hold")
+        return self
+
+
+class ClusterSection(Section):
+    backend: Literal["auto", "slurm", "local"] = "auto"
+    local_dir: Path | None = None  # the local backend's directory
+    observe_s: Seconds = 60.0  # seconds between observations
+    quick_s: Seconds = 15.0  # while something is expected (just submitted, just preempted)
+    absent_s: Annotated[float, Field(ge=0)] = 30.0  # a job is ended only after it was absent this long
+    command_timeout_s: Seconds = 20.0
+
+
+class HarvestSection(Section):
+    enabled: bool = True
+    partition: str = "scavenge"
+    max_engines: NonNegative = 4
+    max_pending: Positive = 2
+    headroom_gpus: NonNegative = 0  # idle GPUs to leave alone
+    cpus_per_engine: Positive = 1
+    memory_mb_per_engine: NonNegative = 0
+    gpu_type: str = ""
+    time_limit_s: Seconds = 3600.0
+    account: str = ""
+    qos: str = ""
+    constraint: str = ""
+    quarantine_after: Positive = 3  # engine deaths on a node within quarantine_s
+    quarantine_s: Seconds = 600.0
+    backoff_s: Seconds = 5.0  # first wait after a job that died at once; doubles up to 10 min
+    job_template: Path | None = None  # Jinja2; empty = the shipped scripts/rollout.sbatch.j2
+    python: str = ""  # interpreter of the engines; empty = the daemon's
+
+
+class DaemonConfig(Section):
+    daemon: DaemonSection
+    cluster: ClusterSection = ClusterSection()
+    harvest: HarvestSection = HarvestSection()
+
+    @property
+    def ledger_url(self) -> str:
+        return self.daemon.ledger or f"sqlite:///{self.daemon.state_dir / 'ledger.sqlite3'}"
+
+
+# ---------------------------------------------------------------- run.toml
+
+
+class RunSection(Section):
+    name: Name
+    seed: NonNegative = 0
+    steps: Positive
+    state_dir: Path  # the daemon's state directory: its rendezvous file lies there
+    out_dir: Path  # checkpoints, metrics.jsonl
+    deterministic: bool = False
+    harvest: bool = True
+    max_engines: NonNegative = 64  # the daemon's own limit applies too
+    gpus_per_engine: Positive = 1
+    poison_after: Positive = 3
+    on_poison: Literal["stop", "mask"] = "stop"
+    key: Path | None = None  # the owner's key; empty = <state_dir>/keys/owner.key
+
+
+class ModelSection(Section):
+    path: Path  # Hugging Face folder: config.json, model.safetensors, tokenizer.json
+    context_length: Positive
+
+
+class DataSection(Section):
+    """`task` is "sort" (built in, makes its own problems) or "jsonl" (`path`, one object a line with `prompt` and `answer`)."""
+
+    task: Literal["sort", "jsonl"] = "sort"
+    path: Path | None = None
+    prompts_per_step: Positive = 32
+    samples_per_prompt: Annotated[int, Field(ge=2)] = 8
+    seed: NonNegative = 0
+
+    @model_validator(mode="after")
+    def _path(self) -> DataSection:
+        if self.task == "jsonl" and self.path is None:
+            raise ValueError('task = "jsonl" needs data.path')
+        return self
+
+
+class SamplingSection(Section):
+    max_tokens: Positive
+    temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: NonNegative = 0
+    stop_token_ids: tuple[int, ...] = ()
+    allow_truncated: bool = False  # opt-in that top_p < 1 or top_k > 0 needs
+
+    @model_validator(mode="after")
+    def _truncation(self) -> SamplingSection:
+        if (self.top_p < 1 or self.top_k > 0) and not self.allow_truncated:
+            raise ValueError(
+                "top_p < 1 or top_k > 0 makes the sampling distribution differ from the trained one; "
+                "set allow_truncated = true to accept that (the mismatch is reported)"
+            )
+        return self
+
+
+class EngineSection(Section):
+    name: Literal["reference"] = "reference"
+    max_batch: Positive = 64
+    pace: Annotated[float, Field(ge=0)] = 0.0  # tokens a second and sample at most; 0 = unpaced
+
+
+class RewardSection(Section):
+    function: str = "trainer.tasks.sort:reward"  # "module:function"
+    timeout_s: Seconds = 10.0
+    retries: NonNegative = 2
+    on_reward_error: Literal["stop", "mask"] = "stop"
+
+
+class AlgorithmSection(Section):
+    name: Literal["grpo"] = "grpo"
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    clip_high: Annotated[float, Field(gt=0)] = 0.2
+    kl_coef: Annotated[float, Field(ge=0)] = 0.0
+    importance_cap: Annotated[float, Field(gt=0)] = 2.0  # truncation of proximal/behaviour
+    updates_per_step: Positive = 1
+    scale_by_std: bool = True
+
+
+class OptimizerSection(Section):
+    lr: Annotated[float, Field(gt=0)] = 1e-4
+    warmup_steps: NonNegative = 0
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    clip_norm: Annotated[float, Field(gt=0)] = 1.0
+
+
+class ReservedSection(Section):
+    """Engines on the training job's own GPUs. `window` is the share of a step's samples after which they sleep."""
+
+    workers: NonNegative = 1
+    window: Share = 0.5
+    wake_after_s: Seconds = 5.0  # no harvested engine for this long with samples outstanding: wake
+
+
+class CheckpointSection(Section):
+    every: Positive = 20
+    keep: Positive = 2
+
+
+class EvalSection(Section):
+    every: NonNegative = 0  # steps; 0 = before the first and after the last only
+    problems: NonNegative = 0
+
+
+class WeightsSection(Section):
+    dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
+    listen: str = "127.0.0.1"  # interface that the weights source binds
+    advertise: str = ""  # host name that engines pull from; empty = `listen`
+
+
+class TrainerSection(Section):
+    micro_batch_tokens: Positive = 8192  # padded tokens of one micro-batch and rank at most; deterministic: one group
+    idle_poll_ms: Annotated[float, Field(ge=1, le=1000)] = 5.0
+
+
+class RunConfig(Section):
+    run: RunSection
+    model: ModelSection
+    data: DataSection = DataSection()
+    sampling: SamplingSection
+    engine: EngineSection = EngineSection()
+    reward: RewardSection = RewardSection()
+    algorithm: AlgorithmSection = AlgorithmSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    reserved: ReservedSection = ReservedSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    eval: EvalSection = EvalSection()
+    weights: WeightsSection = WeightsSection()
+    trainer: TrainerSection = TrainerSection()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> RunConfig:
+        if self.sampling.max_tokens >= self.model.context_length:
+            raise ValueError("sampling.max_tokens must be below model.context_length: the prompt needs room")
+        if not self.run.harvest and self.reserved.workers == 0:
+            raise ValueError("run.harvest = false needs reserved.workers >= 1: somebody must generate")
+        return self
+
+
+C = TypeVar("C", bound=Section)
+
+
+def _explain(path: Path, error: ValidationError) -> ConfigError:
+    lines = []
+    for item in error.errors():
+        key = ".".join(str(part) for part in item["loc"]) or "(file)"
+        if item["type"] == "extra_forbidden":
+            lines.append(f"{path}: unknown key {key!r}")
+        elif item["type"] == "missing":
+            lines.append(f"{path}: key {key!r} is missing")
+        else:
+            lines.append(f"{path}: {key} = {item['input']!r}: {item['msg']}")
+    return ConfigError("\n".join(lines), "every key with its unit and default is in docs/config.md")
+
+
+def parse(model: type[C], path: Path, data: dict[str, Any]) -> C:
+    """Check a parsed TOML document; `path` is named in errors. Raises `ConfigError`."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise _explain(path, error) from error
+
+
+def _read(model: type[C], path: Path) -> C:
+    try:
+        data = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}", "`scavenger init` writes one") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from error
+    return parse(model, path, data)
+
+
+def read_daemon(path: Path) -> DaemonConfig:
+    """Read `scavenger.toml`. Raises `ConfigError`."""
+    return _read(DaemonConfig, path)
+
+
+def read_run(path: Path) -> RunConfig:
+    """Read `run.toml`. Relative paths in it are relative to the file. Raises `ConfigError`."""
+    config = _read(RunConfig, path)
+    base = path.resolve().parent
+    run = config.run.model_copy(
+        update={"state_dir": base / config.run.state_dir, "out_dir": base / config.run.out_dir}
+        | ({"key": base / config.run.key} if config.run.key else {})
+    )
+    data = config.data.model_copy(update={"path": base / config.data.path} if config.data.path else {})
+    model = config.model.model_copy(update={"path": base / config.model.path})
+    return config.model_copy(update={"run": run, "data": data, "model": model})

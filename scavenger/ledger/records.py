@@ -1,0 +1,384 @@
+"""What can be written to the ledger: one frozen struct for each kind of fact. Pure.
+
+The core (router machine, harvest tracker) emits records; `ledger.writer` turns each into SQL, many records in one transaction, and
+reports the ticket of the last one committed. Owns no SQL. `at` is Unix seconds everywhere. Token and logprob payloads are opaque packed
+arrays (see `wire`). Ids are given by the core (the writer never invents one), so records can refer to rows of the same transaction.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Record(msgspec.Struct, frozen=True, gc=False, tag=True):
+    """Base of all records; the tag is the class name."""
+
+
+# ---------------------------------------------------------------- runs
+
+
+class RunCreated(Record):
+    run_id: int
+    name: str
+    owner_key: str
+    seed: int
+    config: str
+    engine: str  # EngineSpec as JSON
+    tokenizer: str
+    at: float
+
+
+class AttemptGranted(Record):
+    """`resume_step`: the step of the checkpoint it starts from. The run's config and engine are those of the newest attempt."""
+
+    run_id: int
+    attempt: int
+    host: str
+    job_id: int
+    resume_step: int
+    config: str
+    engine: str
+    at: float
+
+
+class RunEnded(Record):
+    run_id: int
+    state: str  # "finished" | "failed" | "stopped"
+    reason: str
+    at: float
+
+
+class VersionPublished(Record):
+    run_id: int
+    version: int
+    step: int
+    attempt: int
+    root: bytes
+    manifest: bytes
+    nbytes: int
+    at: float
+
+
+class StepCommitted(Record):
+    """An optimizer step (purpose "train") or an evaluation ("eval"). `metrics` is JSON."""
+
+    run_id: int
+    step: int
+    purpose: str
+    attempt: int
+    version: int
+    metrics: str
+    at: float
+
+
+class StepsRewound(Record):
+    """A new attempt starts from the checkpoint of `to_step`: later commits did not survive."""
+
+    run_id: int
+    attempt: int
+    to_step: int
+    at: float
+
+
+class CheckpointRecorded(Record):
+    run_id: int
+    step: int
+    version: int
+    root: bytes
+    path: str
+    at: float
+
+
+# ---------------------------------------------------------------- groups and samples
+
+
+class GroupCreated(Record):
+    """A group and its n samples, whose ids are `first_sample_id .. first_sample_id + n - 1` in the order of their index.
+
+    `take` counts the times this (run, purpose, step, prompt_index) was generated: 0, and one more after each supersession.
+    """
+
+    group_id: int
+    run_id: int
+    purpose: str
+    step: int
+    prompt_index: int
+    take: int
+    version: int
+    prompt: bytes
+    n: int
+    first_sample_id: int
+    sampling: str  # wire.Sampling as JSON
+    meta: str
+    at: float
+
+
+class GroupAdopted(Record):
+    """An existing group goes on under a new version with an equal root hash (a replay after a trainer's restart)."""
+
+    group_id: int
+    version: int
+    at: float
+
+
+class LeaseGranted(Record):
+    sample_id: int
+    epoch: int
+    worker_id: int
+    version: int
+    offset: int
+    at: float
+
+
+class LeaseEnded(Record):
+    """`length`: accepted tokens of the sample then. `regenerated`: tokens known to be lost with it (heartbeat length - accepted)."""
+
+    sample_id: int
+    epoch: int
+    reason: str
+    length: int
+    regenerated: int
+    at: float
+
+
+class ChunkAccepted(Record):
+    sample_id: int
+    epoch: int
+    offset: int
+    tokens: bytes
+    logprobs: bytes
+    raw_logprobs: bytes
+    version: int
+    worker_id: int
+    at: float
+
+
+class SampleFinished(Record):
+    """The sample's last token was accepted. `finish`: "stop" | "length"."""
+
+    sample_id: int
+    finish: str
+    length: int
+    at: float
+
+
+class SampleEnded(Record):
+    """A final or replayable end. `state`: consumed | filtered | masked | evaluated | surplus | superseded | poisoned.
+
+    `step` and `attempt` are those of the commit (0 where none was). A later record for the same sample replaces the earlier one.
+    """
+
+    sample_id: int
+    state: str
+    reason: str
+    step: int
+    attempt: int
+    reward: float | None
+    advantage: float | None
+    at: float
+
+
+class SampleReopened(Record):
+    """A consumed sample is offered again to a later attempt (I3); its reward stays."""
+
+    sample_id: int
+    attempt: int
+    at: float
+
+
+class GroupDelivered(Record):
+    group_id: int
+    attempt: int
+    at: float
+
+
+# ---------------------------------------------------------------- workers, jobs, cluster
+
+
+class WorkerJoined(Record):
+    worker_id: int
+    run_id: int
+    kind: str
+    intent_id: str  # "" for reserved workers
+    session: str
+    incarnation: int
+    job_id: int
+    node: str
+    gpus: int
+    engine: str
+    at: float
+
+
+class WorkerLeft(Record):
+    """`notice`: it said goodbye before it went. `salvaged`: accepted tokens of its unfinished samples; `regenerated`: tokens lost."""
+
+    worker_id: int
+    reason: str
+    notice: bool
+    samples: int
+    salvaged: int
+    regenerated: int
+    at: float
+
+
+class JobIntended(Record):
+    """Written before the submission, so that no job of ours is ever unknown."""
+
+    intent_id: str
+    run_id: int
+    partition: str
+    gpus: int
+    worker_key: str
+    at: float
+
+
+class JobSubmitted(Record):
+    intent_id: str
+    job_id: int
+    at: float
+
+
+class JobObserved(Record):
+    """The job's state changed since the last observation. `flags` are joined by ','."""
+
+    intent_id: str
+    job_id: int
+    state: str
+    flags: str
+    reason: str
+    node: str
+    restart_count: int
+    at: float
+
+
+class JobEnded(Record):
+    intent_id: str
+    state: str
+    reason: str
+    at: float
+
+
+class HoldStarted(Record):
+    """A harvested job began to hold GPUs; `(intent_id, restart_count)` names the hold."""
+
+    intent_id: str
+    restart_count: int
+    job_id: int
+    node: str
+    gpus: int
+    at: float
+
+
+class HoldEnded(Record):
+    intent_id: str
+    restart_count: int
+    reason: str  # preempted | cancelled | completed | failed | node_fail | timeout | requeued | unknown
+    at: float
+
+
+class ClusterSampled(Record):
+    """GPUs by owner at one observation."""
+
+    idle: int
+    harvested: int
+    others: int
+    reserved: int
+    unusable: int
+    pending_others: int
+    at: float
+
+
+class Decision(Record):
+    """One decision of a policy with its reason; `inputs` is JSON."""
+
+    policy: str
+    action: str
+    subject: str
+    reason: str
+    inputs: str
+    at: float
+
+
+class Event(Record):
+    """Anything else worth keeping: a refused chunk, an unreachable scheduler, a quarantined node. `detail` is JSON."""
+
+    kind: str
+    run_id: int
+    subject: str
+    reason: str
+    detail: str
+    at: float
+
+
+# ---------------------------------------------------------------- what a restarted daemon reads
+
+
+class RunState(msgspec.Struct, frozen=True):
+    """A run that has not ended, as the ledger has it."""
+
+    created: RunCreated
+    attempt: int
+    resume_step: int
+    last_step: int
+    engine: str
+    config: str
+    versions: tuple[VersionPublished, ...]
+    checkpoints: tuple[CheckpointRecorded, ...]
+
+
+class SampleState(msgspec.Struct, frozen=True):
+    """A sample of a group that may still be delivered. Payloads are the accepted chunks joined in order of their offset.
+
+    `state`: "open" (not complete), "complete", or an end that a replay may reopen. `lease`: the open lease's (epoch, worker_id, version).
+    `epoch`: the highest ever granted.
+    """
+
+    sample_id: int
+    index: int
+    state: str
+    epoch: int
+    moves: int
+    tokens: bytes
+    logprobs: bytes
+    raw_logprobs: bytes
+    finish: str
+    reward: float | None
+    lease: tuple[int, int, int] | None
+    ended_step: int = 0
+
+
+class GroupState(msgspec.Struct, frozen=True):
+    created: GroupCreated
+    version: int
+    samples: tuple[SampleState, ...]
+
+
+class WorkerState(msgspec.Struct, frozen=True):
+    """A worker that joined and is not known to have left."""
+
+    joined: WorkerJoined
+
+
+class JobState(msgspec.Struct, frozen=True):
+    """A job intent that has not ended. `job_id` 0: intended, not known to be submitted."""
+
+    intended: JobIntended
+    job_id: int
+    last_state: str
+    restart_count: int
+    node: str
+    hold_open: bool
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """Everything a restarted daemon needs. Groups: all of unfinished runs that are open, complete but not final,
+    or consumed by steps later than the oldest kept checkpoint's. `next_*` are greater than every id in use."""
+
+    next_run_id: int
+    next_group_id: int
+    next_sample_id: int
+    next_worker_id: int
+    runs: tuple[RunState, ...]
+    groups: tuple[GroupState, ...]
+    workers: tuple[WorkerState, ...]
+    jobs: tuple[JobState, ...]

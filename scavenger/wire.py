@@ -1,0 +1,564 @@
+"""Every message between processes: msgspec structs, tagged, typed and size-bounded. Theory of operation:
+
+    worker  (DEALER)  <->  daemon (ROUTER)  <->  trainer (DEALER)         CURVE on every socket, one MessagePack frame a message
+
+    worker  -> daemon   WorkerHello, then Chunks / Heartbeat / WeightsLoaded / SampleFailed / Asleep / Goodbye
+    daemon  -> worker   Welcome or Rejected, then UseWeights / Assign / Revoke / Ack / Sleep / Wake / Drain / GoodbyeAck
+    trainer -> daemon   Call(id, attempt, body), answered by Reply(id, body) with the same id; a call may be repeated: all are idempotent
+    daemon  -> trainer  Reply; GroupDone, Fleet and RunStopped come unasked
+
+Owns the vocabulary, the packing of tokens and the bounds. Knows no socket, no clock and no policy. Token ids travel as little-endian
+int32 arrays and logprobs as little-endian float32 arrays, so that the core may treat both as opaque bytes: `nbytes = 4 * tokens`.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import msgspec
+
+from scavenger.errors import WireError
+
+PROTOCOL = 1
+#: The oldest protocol that a daemon of this version still accepts from a worker.
+OLDEST_PROTOCOL = 1
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+#: What an unauthenticated or not yet greeted peer may send at most.
+MAX_HELLO_BYTES = 64 * 1024
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=False, gc=False):
+    """Base of all messages: immutable, tagged by class name; unknown fields of a newer peer are ignored."""
+
+
+class Part(msgspec.Struct, frozen=True, gc=False):
+    """Base of what messages are made of."""
+
+
+# ---------------------------------------------------------------- shared parts
+
+
+class SampleKey(Part):
+    """Names a sample's random stream. Never a database id, so a rerun draws the same numbers."""
+
+    purpose: str
+    step: int
+    prompt: int
+    index: int
+
+
+class Sampling(Part):
+    """How tokens are drawn. `max_tokens` is the budget of the whole sample, over all its leases. `top_k` 0 = off."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+
+
+class Lease(Part):
+    """One sample assigned to one worker: go on after `prompt + accepted`. Token fields are packed int32."""
+
+    sample_id: int
+    epoch: int
+    version: int
+    prompt: bytes
+    accepted: bytes
+    sampling: Sampling
+    seed: int
+    key: SampleKey
+
+
+class Held(Part):
+    """What a worker says of a lease that it holds: `length` counts every token it has of the sample, accepted ones included."""
+
+    sample_id: int
+    epoch: int
+    length: int
+
+
+class Chunk(Part):
+    """Consecutive tokens of a sample: the token at `offset` is the first. `finish` ("stop" | "length") is set on the last chunk only.
+
+    `logprobs` are under the sampling distribution, `raw_logprobs` under the raw model; both packed float32, as long as `tokens`.
+    """
+
+    sample_id: int
+    epoch: int
+    offset: int
+    version: int
+    tokens: bytes
+    logprobs: bytes
+    raw_logprobs: bytes
+    finish: str | None = None
+
+
+class EngineSpec(Part):
+    """What a worker needs to build its engine, besides weights. `model_config` is the text of a Hugging Face config.json."""
+
+    name: str
+    model_config: str
+    dtype: str
+    max_batch: int
+    context_length: int
+    pace: float = 0.0  # tokens a second and sample at most; 0 = as fast as it goes
+
+
+class WeightSource(Part):
+    """Where the bytes of a version lie. `token` opens exactly this version to whoever presents it."""
+
+    endpoint: str
+    server_key: str
+    token: bytes
+
+
+# ---------------------------------------------------------------- worker -> daemon
+
+
+class WorkerHello(Message):
+    """First message of a connection. Authority comes from the CURVE key; the rest describes.
+
+    `session` is random per worker process: the same session after a reconnect is the same worker with all it holds;
+    a new session under the same key is a later incarnation, and proves the earlier one dead.
+    """
+
+    protocol: int
+    kind: str  # "harvested" | "reserved"
+    run: str
+    session: str
+    incarnation: int
+    job_id: int
+    node: str
+    gpus: int
+    engine: str
+    code_version: str
+    pid: int
+    loaded_version: int = -1
+    held: tuple[Held, ...] = ()
+
+
+class Chunks(Message):
+    """All new chunks of one flush, of all samples of the worker."""
+
+    chunks: tuple[Chunk, ...]
+
+
+class Heartbeat(Message):
+    """Sent every `heartbeat_s`. Both sides reconcile `held`, so any message may be lost."""
+
+    held: tuple[Held, ...]
+    progress: int
+    loaded_version: int
+    tokens_per_s: float = 0.0
+
+
+class WeightsLoaded(Message):
+    """The engine now generates with `version`, verified against the manifest with this root hash."""
+
+    version: int
+    root: bytes
+    pull_s: float = 0.0
+    load_s: float = 0.0
+
+
+class WeightsFailed(Message):
+    """A version could not be completed or verified; the old one (or none) is in place."""
+
+    version: int
+    reason: str
+
+
+class SampleFailed(Message):
+    """The engine could not go on with this sample (NaN logprobs, …); its lease is over, accepted tokens stay."""
+
+    sample_id: int
+    epoch: int
+    reason: str
+
+
+class Asleep(Message):
+    """Answer to Sleep: everything generated was flushed before this message and nothing is held any more."""
+
+
+class Goodbye(Message):
+    """Everything generated was flushed before this message; the worker leaves when acked or after its deadline."""
+
+    reason: str
+    notice: bool
+
+
+# ---------------------------------------------------------------- daemon -> worker
+
+
+class Welcome(Message):
+    worker_id: int
+    generation: int
+    run: str
+    engine: EngineSpec
+    heartbeat_s: float
+    flush_ms: float
+    flush_tokens: int
+
+
+class Rejected(Message):
+    """The hello was not accepted: the worker prints both and exits, unless `retry`."""
+
+    reason: str
+    remedy: str
+    retry: bool = False
+
+
+class HelloAgain(Message):
+    """The daemon does not know this connection (it was restarted, or declared the worker dead): greet again, same session."""
+
+    reason: str
+
+
+class HeartbeatAck(Message):
+    generation: int
+
+
+class UseWeights(Message):
+    """Load this version before anything else is generated. `manifest` is an encoded weights.manifest.Manifest."""
+
+    version: int
+    manifest: bytes
+    sources: tuple[WeightSource, ...]
+
+
+class Assign(Message):
+    leases: tuple[Lease, ...]
+
+
+class Revoke(Message):
+    """These leases are over: stop generating, drop what is held of them."""
+
+    leases: tuple[tuple[int, int], ...]  # (sample_id, epoch)
+    reason: str
+
+
+class Ack(Message):
+    """Durable lengths: tokens below `length` are committed and need not be kept."""
+
+    durable: tuple[Held, ...]
+
+
+class Sleep(Message):
+    """Flush, stop generating, give the GPU's memory back, answer Asleep."""
+
+
+class Wake(Message):
+    """Take the GPU's memory again."""
+
+
+class Drain(Message):
+    """Flush, say goodbye and exit with status 0: the job shall not come back."""
+
+    reason: str
+
+
+class GoodbyeAck(Message):
+    """All that was flushed is durable."""
+
+
+# ---------------------------------------------------------------- trainer -> daemon (bodies of Call)
+
+
+class OpenRun(Message):
+    """Become the trainer of `run`: the ledger grants a new attempt and fences older ones. The run is made if it is new.
+
+    `resume_step` is the step of the checkpoint that was loaded (0 = from the start). Samples consumed by later steps are
+    offered again as I3 says.
+    """
+
+    protocol: int
+    run: str
+    seed: int
+    config: str  # the run.toml as JSON, for the ledger
+    engine: EngineSpec
+    tokenizer: str  # path of tokenizer.json, for `scavenger samples`
+    harvest: bool
+    max_engines: int
+    gpus_per_engine: int
+    resume_step: int
+    host: str
+    job_id: int
+    poison_after: int = 3
+    on_poison: str = "stop"  # "stop" | "mask"
+
+
+class Attach(Message):
+    """Go on as this attempt after a reconnect. `have` lists groups received and not yet committed: they are not sent again."""
+
+    run: str
+    have: tuple[int, ...]
+
+
+class PublishVersion(Message):
+    """Offer a weight version. Repeating it with the same root re-announces its source (after a daemon restart)."""
+
+    version: int
+    step: int
+    root: bytes
+    manifest: bytes
+    source: WeightSource
+
+
+class GroupSpec(Part):
+    """A prompt to sample n times. `meta` is JSON that comes back with the group (the answer to verify against, …)."""
+
+    prompt_index: int
+    prompt: bytes
+    n: int
+    sampling: Sampling
+    meta: str = "{}"
+
+
+class SubmitGroups(Message):
+    """Generate these groups with `version`. A group that exists already under an equal root hash is reused, not generated again."""
+
+    step: int
+    version: int
+    purpose: str  # "train" | "eval"
+    groups: tuple[GroupSpec, ...]
+
+
+class SetReserved(Message):
+    """Wake the run's reserved workers, or put them to sleep (their unfinished samples move with all tokens)."""
+
+    awake: bool
+
+
+class SampleOutcome(Part):
+    """What became of a delivered sample. `outcome`: "consumed" | "filtered" | "masked" | "evaluated"."""
+
+    sample_id: int
+    outcome: str
+    reward: float
+    advantage: float
+    reason: str = ""
+
+
+class CommitStep(Message):
+    """The optimizer step `step` was taken with exactly these samples (purpose "train"), or an evaluation was made ("eval")."""
+
+    step: int
+    version: int
+    purpose: str
+    outcomes: tuple[SampleOutcome, ...]
+    metrics: dict[str, float]
+
+
+class RecordCheckpoint(Message):
+    """A checkpoint that covers `step` is complete on disk: what it consumed is final. `root` is its published weights' hash."""
+
+    step: int
+    version: int
+    root: bytes
+    path: str
+
+
+class CloseRun(Message):
+    """The run is over: harvested engines leave at once."""
+
+    state: str  # "finished" | "failed" | "stopped"
+    reason: str = ""
+
+
+class Ping(Message):
+    """Keep-alive of an attached trainer; answered by Pong, and by Fleet when it changed."""
+
+
+CallBody = (
+    OpenRun | Attach | PublishVersion | SubmitGroups | SetReserved | CommitStep | RecordCheckpoint | CloseRun | Ping
+)
+
+
+class Call(Message):
+    """A trainer's request. `attempt` is 0 in OpenRun only; an older attempt than the newest is refused (`stale`)."""
+
+    id: int
+    run: str
+    attempt: int
+    body: CallBody
+
+
+# ---------------------------------------------------------------- daemon -> trainer
+
+
+class Ok(Message):
+    pass
+
+
+class Pong(Message):
+    generation: int
+
+
+class RunOpened(Message):
+    """`next_version`: versions go on from here. `last_step`: the last committed step. `versions`: (step, version, root)."""
+
+    run_id: int
+    attempt: int
+    generation: int
+    next_version: int
+    last_step: int
+    versions: tuple[tuple[int, int, bytes], ...]
+
+
+class Denied(Message):
+    """The call was refused. `code`: "stale" | "unknown-run" | "not-owner" | "invalid" | "detached"."""
+
+    code: str
+    reason: str
+    remedy: str = ""
+
+
+class Accepted(Message):
+    """Answer to SubmitGroups: ids in the order of the request."""
+
+    group_ids: tuple[int, ...]
+
+
+ReplyBody = Ok | Pong | RunOpened | Denied | Accepted
+
+
+class Reply(Message):
+    id: int
+    body: ReplyBody
+
+
+class DoneSample(Part):
+    """A complete sample. `error` is set when it was poisoned and masked: it then has no usable tokens.
+
+    `reward` is the one recorded by an earlier attempt, or None.
+    """
+
+    sample_id: int
+    index: int
+    tokens: bytes
+    logprobs: bytes
+    raw_logprobs: bytes
+    finish: str
+    moves: int
+    reward: float | None = None
+    error: str | None = None
+
+
+class GroupDone(Message):
+    """A group whose every sample is complete and committed to the ledger."""
+
+    group_id: int
+    step: int
+    version: int
+    purpose: str
+    prompt_index: int
+    prompt: bytes
+    meta: str
+    samples: tuple[DoneSample, ...]
+
+
+class Fleet(Message):
+    """The run's workers now. `harvested` counts live harvested workers; `outstanding` counts samples not complete."""
+
+    harvested: int
+    reserved_awake: int
+    reserved_asleep: int
+    outstanding: int
+    outstanding_reserved: int
+
+
+class RunStopped(Message):
+    """The run cannot go on (a poisoned sample, an operator's stop). The trainer exits with this reason."""
+
+    reason: str
+    remedy: str = ""
+
+
+WorkerMessage = WorkerHello | Chunks | Heartbeat | WeightsLoaded | WeightsFailed | SampleFailed | Asleep | Goodbye
+ToDaemon = WorkerMessage | Call
+ToWorker = (
+    Welcome | Rejected | HelloAgain | HeartbeatAck | UseWeights | Assign | Revoke | Ack | Sleep | Wake | Drain | GoodbyeAck
+)
+ToTrainer = Reply | GroupDone | Fleet | RunStopped | Rejected | HelloAgain
+
+T = TypeVar("T")
+_encoder = msgspec.msgpack.Encoder()
+_to_daemon = msgspec.msgpack.Decoder(ToDaemon)
+_to_worker = msgspec.msgpack.Decoder(ToWorker)
+_to_trainer = msgspec.msgpack.Decoder(ToTrainer)
+
+
+def encode(message: Message) -> bytes:
+    """One frame. Raises `WireError` when the message is larger than any peer accepts."""
+    frame = _encoder.encode(message)
+    if len(frame) > MAX_MESSAGE_BYTES:
+        raise WireError(
+            f"a {type(message).__name__} of {len(frame):,} bytes is over the limit of {MAX_MESSAGE_BYTES:,}",
+            "send fewer groups or samples in one message",
+        )
+    return frame
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes | memoryview, limit: int) -> T:
+    if len(frame) > limit:
+        raise WireError(f"a message of {len(frame):,} bytes is over the limit of {limit:,}")
+    try:
+        return decoder.decode(frame)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise WireError(f"not a message of protocol {PROTOCOL}: {error}") from error
+
+
+def decode_to_daemon(frame: bytes | memoryview, limit: int = MAX_MESSAGE_BYTES) -> ToDaemon:
+    """Decode what a worker or trainer sent. Raises `WireError`."""
+    return _decode(_to_daemon, frame, limit)
+
+
+def decode_to_worker(frame: bytes | memoryview) -> ToWorker:
+    """Decode what the daemon sent to a worker. Raises `WireError`."""
+    return _decode(_to_worker, frame, MAX_MESSAGE_BYTES)
+
+
+def decode_to_trainer(frame: bytes | memoryview) -> ToTrainer:
+    """Decode what the daemon sent to a trainer. Raises `WireError`."""
+    return _decode(_to_trainer, frame, MAX_MESSAGE_BYTES)
+
+
+def _pack(code: str, values: Iterable[Any]) -> bytes:
+    packed = array(code, values)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def _unpack(code: str, data: bytes) -> tuple[Any, ...]:
+    if len(data) % 4:
+        raise WireError(f"a packed array of {len(data)} bytes is not a multiple of 4")
+    unpacked = array(code)
+    unpacked.frombytes(data)
+    if sys.byteorder == "big":
+        unpacked.byteswap()
+    return tuple(unpacked)
+
+
+def pack_tokens(token_ids: Iterable[int]) -> bytes:
+    """Token ids as little-endian int32."""
+    return _pack("i", token_ids)
+
+
+def unpack_tokens(data: bytes) -> tuple[int, ...]:
+    """The inverse of `pack_tokens`."""
+    return _unpack("i", data)
+
+
+def pack_logprobs(logprobs: Iterable[float]) -> bytes:
+    """Logprobs as little-endian float32."""
+    return _pack("f", logprobs)
+
+
+def unpack_logprobs(data: bytes) -> tuple[float, ...]:
+    """The inverse of `pack_logprobs`."""
+    return _unpack("f", data)
