@@ -1,0 +1,114 @@
+"""How the three packages are installed, and what ships beside them.
+
+The repository keeps SQL and job templates in top-level folders, where an admin looks for them. A wheel has no top level of its
+own, so the build copies them to `scavenger/_data/`; `scavenger.resources.path` finds them in either place. `BASE` and `EXTRAS`
+are literals: `tests/test_architecture.py` reads them to hold that the control plane imports nothing else.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
+
+ROOT = Path(__file__).resolve().parent
+
+BASE = [
+    "alembic>=1.13",
+    "blake3>=1.0",
+    "jinja2>=3.1",
+    "msgspec>=0.19",
+    "numpy>=1.26",
+    "pydantic>=2.7",
+    "pyzmq>=26",
+    "rich>=13.7",
+    "sqlalchemy>=2.0.30",
+    "structlog>=24",
+    "tenacity>=8.3",
+    "tokenizers>=0.19",
+    "typer>=0.12",
+    "xxhash>=3.4",
+]
+TRAINER = ["torch>=2.6", "transformers>=4.51", "mpi4py>=4.0", "safetensors>=0.4.3"]
+EXTRAS = {
+    "trainer": TRAINER,
+    "vllm": ["vllm"],
+    "postgres": ["psycopg[binary]>=3.1"],
+    "pyslurm": ["pyslurm"],
+    # A launcher and library for machines without their own MPI; a cluster uses its site's.
+    "mpi": ["mpich>=4.2"],
+    "dev": [
+        *TRAINER,
+        "hypothesis>=6.100",
+        "mypy>=1.11",
+        "psutil>=5.9",
+        "pytest>=8",
+        "pytest-timeout>=2.3",
+        "ruff>=0.6",
+        "scipy>=1.13",
+        "setuptools>=77",
+    ],
+}
+
+# Patterns below the repository's root; directories are kept.
+DATA = ["sql/**/*.sql", "scripts/*.j2", "scripts/*.sbatch", "scripts/*.service", "examples/**/*.toml"]
+# Patterns below each package.
+PACKAGE_DATA = [
+    "py.typed",
+    *(f"**/*.{suffix}" for suffix in ("sql", "j2", "html", "css", "js", "svg", "mako", "ini", "toml")),
+    # Alembic loads revisions by path, not by import: their folder need not be a package.
+    "ledger/migrations/**/*.py",
+]
+
+
+def data_files() -> list[Path]:
+    """Files that the wheel carries under `scavenger/_data`, relative to the repository's root."""
+    return sorted({p.relative_to(ROOT) for pattern in DATA for p in ROOT.glob(pattern) if p.is_file()})
+
+
+class BuildWithData(build_py):
+    """`build_py` that also copies `DATA`; an editable install reads the clone itself and copies nothing."""
+
+    def _data_targets(self) -> list[tuple[Path, Path]]:
+        base = Path(self.build_lib) / "scavenger" / "_data"
+        return [(ROOT / relative, base / relative) for relative in data_files()]
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        for source, target in self._data_targets():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target)
+
+    def get_outputs(self, include_bytecode: bool = True) -> list[str]:
+        outputs: list[str] = super().get_outputs(include_bytecode)
+        return outputs if self.editable_mode else [*outputs, *(str(target) for _, target in self._data_targets())]
+
+
+readme = ROOT / "README.md"
+
+setup(
+    name="scavenger",
+    version="0.1.0",
+    description="Turns the idle GPUs of a Slurm cluster into rollout capacity for reinforcement learning of LLMs",
+    long_description=readme.read_text(encoding="utf-8") if readme.exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.11",
+    packages=find_packages(include=["scavenger", "scavenger.*", "rollout", "rollout.*", "trainer", "trainer.*"]),
+    package_data={package: PACKAGE_DATA for package in ("scavenger", "rollout", "trainer")},
+    include_package_data=False,
+    install_requires=BASE,
+    extras_require=EXTRAS,
+    entry_points={"console_scripts": ["scavenger = scavenger.cli:main"]},
+    cmdclass={"build_py": BuildWithData},
+    classifiers=[
+        "Programming Language :: Python :: 3.11",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Topic :: System :: Distributed Computing",
+    ],
+)
