@@ -1,0 +1,157 @@
+"""CURVE keys and the rendezvous file: how processes find the daemon and prove who they are.
+
+Owns the files under `<state_dir>/keys`, `<state_dir>/workers` and `<state_dir>/rendezvous.json`; every one is mode 0600, replaced atomically.
+Secrets never leave these files: not into argv, environment, comments, scripts or logs.
+
+    keys/server.key        the daemon's key pair
+    keys/owner.key         the key pair of the user who ran `scavenger init` (trainer and reserved engines)
+    keys/owners/NAME.pub   public keys that may own runs (`scavenger enroll`)
+    workers/INTENT.key     minted for one harvested job, bound to its run
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from scavenger.errors import AuthError, DaemonUnavailable
+
+Z85_KEY_LENGTH = 40
+
+
+class KeyPair(msgspec.Struct, frozen=True):
+    """A CURVE key pair in Z85. `run` and `intent` bind a worker's key to what it was minted for."""
+
+    public: str
+    secret: str
+    run: str = ""
+    intent: str = ""
+
+    def __repr__(self) -> str:  # a secret must not reach a log through a traceback
+        return f"KeyPair(public={self.public!r})"
+
+
+class Rendezvous(msgspec.Struct, frozen=True):
+    """Where the present daemon listens. Reread at every reconnect; `generation` tells an old file from a new one."""
+
+    endpoint: str
+    server_key: str
+    generation: int
+    pid: int
+    host: str
+
+
+def generate(run: str = "", intent: str = "") -> KeyPair:
+    """A fresh pair from libzmq's random source."""
+    public, secret = zmq.curve_keypair()
+    return KeyPair(public.decode(), secret.decode(), run, intent)
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Replace `path` atomically by a file that only its owner can read, durable before it is visible."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")  # mkstemp makes 0600
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _read_private(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO) or status.st_uid != os.getuid():
+                raise AuthError(f"{path} can be read by others or belongs to another user", f"chmod 600 {path}")
+            return file.read(16 * 1024)
+    except FileNotFoundError as error:
+        raise AuthError(f"{path} does not exist", "run `scavenger init` first, or name the right state directory") from error
+    except PermissionError as error:
+        raise AuthError(f"{path} cannot be read: {error.strerror}", "run as the user who owns the key") from error
+
+
+def write_keypair(path: Path, pair: KeyPair) -> None:
+    write_private(path, msgspec.json.encode(pair))
+
+
+def read_keypair(path: Path) -> KeyPair:
+    """Read a key pair. Raises `AuthError` when it is missing, readable by others, or not a key."""
+    try:
+        pair = msgspec.json.decode(_read_private(path), type=KeyPair)
+    except msgspec.MsgspecError as error:
+        raise AuthError(f"{path} is not a key file: {error}", "make a new one with `scavenger init`") from error
+    if len(pair.public) != Z85_KEY_LENGTH or len(pair.secret) != Z85_KEY_LENGTH:
+        raise AuthError(f"{path} does not hold a CURVE key pair", "make a new one with `scavenger init`")
+    return pair
+
+
+def write_rendezvous(state_dir: Path, rendezvous: Rendezvous) -> None:
+    write_private(state_dir / "rendezvous.json", msgspec.json.encode(rendezvous))
+
+
+def read_rendezvous(state_dir: Path) -> Rendezvous:
+    """Where the daemon listens. Raises `DaemonUnavailable` when none has written the file yet."""
+    path = state_dir / "rendezvous.json"
+    if not path.exists():
+        raise DaemonUnavailable(f"no daemon has announced itself in {path}", "start it: `scavenger daemon`")
+    try:
+        return msgspec.json.decode(_read_private(path), type=Rendezvous)
+    except msgspec.MsgspecError as error:
+        raise DaemonUnavailable(f"{path} is not a rendezvous file: {error}", "restart the daemon") from error
+
+
+def owner_key_path(state_dir: Path) -> Path:
+    return state_dir / "keys" / "owner.key"
+
+
+def server_key_path(state_dir: Path) -> Path:
+    return state_dir / "keys" / "server.key"
+
+
+def worker_key_path(state_dir: Path, intent_id: str) -> Path:
+    return state_dir / "workers" / f"{intent_id}.key"
+
+
+def enrolled_owners(state_dir: Path) -> dict[str, str]:
+    """Public key -> name of everybody who may own runs."""
+    owners: dict[str, str] = {}
+    for path in sorted((state_dir / "keys" / "owners").glob("*.pub")):
+        key = _read_private(path).decode("ascii", "replace").strip()
+        if len(key) != Z85_KEY_LENGTH:
+            raise AuthError(f"{path} does not hold a CURVE public key", "enroll the owner again: `scavenger enroll`")
+        owners[key] = path.stem
+    return owners
+
+
+def enroll(state_dir: Path, name: str, public: str) -> Path:
+    """Allow `public` to own runs under `name`. Returns the file; removing it revokes the permission."""
+    if len(public) != Z85_KEY_LENGTH:
+        raise AuthError(f"{public!r} is not a CURVE public key in Z85 (40 characters)", "pass the `public` of the owner's key")
+    if not name.replace("-", "").replace("_", "").isalnum():
+        raise AuthError(f"{name!r} cannot name an owner", "use letters, digits, '-' and '_'")
+    path = state_dir / "keys" / "owners" / f"{name}.pub"
+    write_private(path, public.encode() + b"\n")
+    return path
+
+
+def init_state(state_dir: Path, owner: str) -> list[Path]:
+    """Make the server's and the owner's keys where they are missing; returns the files that were written."""
+    state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    written = []
+    for path in (server_key_path(state_dir), owner_key_path(state_dir)):
+        if not path.exists():
+            write_keypair(path, generate())
+            written.append(path)
+    if not (state_dir / "keys" / "owners" / f"{owner}.pub").exists():
+        written.append(enroll(state_dir, owner, read_keypair(owner_key_path(state_dir)).public))
+    return written
