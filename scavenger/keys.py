@@ -1,7 +1,7 @@
 """CURVE keys and the rendezvous file: how processes find the daemon and prove who they are.
 
-Owns the files under `<state_dir>/keys`, `<state_dir>/workers` and `<state_dir>/rendezvous.json`; every one is mode 0600, replaced atomically.
-Secrets never leave these files: not into argv, environment, comments, scripts or logs.
+Owns the files under `<state_dir>/keys`, `<state_dir>/workers` and `<state_dir>/rendezvous.json`; every one is mode 0600
+and replaced atomically. Secrets never leave these files: not into argv, environment, comments, scripts or logs.
 
     keys/server.key        the daemon's key pair
     keys/owner.key         the key pair of the user who ran `scavenger init` (trainer and reserved engines)

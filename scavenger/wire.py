@@ -41,7 +41,7 @@ class Part(msgspec.Struct, frozen=True, gc=False):
 # ---------------------------------------------------------------- shared parts
 
 
-class SampleKey(Part):
+class SampleKey(Part, frozen=True):
     """Names a sample's random stream. Never a database id, so a rerun draws the same numbers."""
 
     purpose: str
@@ -50,7 +50,7 @@ class SampleKey(Part):
     index: int
 
 
-class Sampling(Part):
+class Sampling(Part, frozen=True):
     """How tokens are drawn. `max_tokens` is the budget of the whole sample, over all its leases. `top_k` 0 = off."""
 
     max_tokens: int
@@ -60,7 +60,7 @@ class Sampling(Part):
     stop_token_ids: tuple[int, ...] = ()
 
 
-class Lease(Part):
+class Lease(Part, frozen=True):
     """One sample assigned to one worker: go on after `prompt + accepted`. Token fields are packed int32."""
 
     sample_id: int
@@ -73,7 +73,7 @@ class Lease(Part):
     key: SampleKey
 
 
-class Held(Part):
+class Held(Part, frozen=True):
     """What a worker says of a lease that it holds: `length` counts every token it has of the sample, accepted ones included."""
 
     sample_id: int
@@ -81,7 +81,7 @@ class Held(Part):
     length: int
 
 
-class Chunk(Part):
+class Chunk(Part, frozen=True):
     """Consecutive tokens of a sample: the token at `offset` is the first. `finish` ("stop" | "length") is set on the last chunk only.
 
     `logprobs` are under the sampling distribution, `raw_logprobs` under the raw model; both packed float32, as long as `tokens`.
@@ -97,7 +97,7 @@ class Chunk(Part):
     finish: str | None = None
 
 
-class EngineSpec(Part):
+class EngineSpec(Part, frozen=True):
     """What a worker needs to build its engine, besides weights. `model_config` is the text of a Hugging Face config.json."""
 
     name: str
@@ -108,7 +108,7 @@ class EngineSpec(Part):
     pace: float = 0.0  # tokens a second and sample at most; 0 = as fast as it goes
 
 
-class WeightSource(Part):
+class WeightSource(Part, frozen=True):
     """Where the bytes of a version lie. `token` opens exactly this version to whoever presents it."""
 
     endpoint: str
@@ -119,7 +119,7 @@ class WeightSource(Part):
 # ---------------------------------------------------------------- worker -> daemon
 
 
-class WorkerHello(Message):
+class WorkerHello(Message, frozen=True):
     """First message of a connection. Authority comes from the CURVE key; the rest describes.
 
     `session` is random per worker process: the same session after a reconnect is the same worker with all it holds;
@@ -141,13 +141,13 @@ class WorkerHello(Message):
     held: tuple[Held, ...] = ()
 
 
-class Chunks(Message):
+class Chunks(Message, frozen=True):
     """All new chunks of one flush, of all samples of the worker."""
 
     chunks: tuple[Chunk, ...]
 
 
-class Heartbeat(Message):
+class Heartbeat(Message, frozen=True):
     """Sent every `heartbeat_s`. Both sides reconcile `held`, so any message may be lost."""
 
     held: tuple[Held, ...]
@@ -156,7 +156,7 @@ class Heartbeat(Message):
     tokens_per_s: float = 0.0
 
 
-class WeightsLoaded(Message):
+class WeightsLoaded(Message, frozen=True):
     """The engine now generates with `version`, verified against the manifest with this root hash."""
 
     version: int
@@ -165,14 +165,14 @@ class WeightsLoaded(Message):
     load_s: float = 0.0
 
 
-class WeightsFailed(Message):
+class WeightsFailed(Message, frozen=True):
     """A version could not be completed or verified; the old one (or none) is in place."""
 
     version: int
     reason: str
 
 
-class SampleFailed(Message):
+class SampleFailed(Message, frozen=True):
     """The engine could not go on with this sample (NaN logprobs, …); its lease is over, accepted tokens stay."""
 
     sample_id: int
@@ -180,11 +180,11 @@ class SampleFailed(Message):
     reason: str
 
 
-class Asleep(Message):
+class Asleep(Message, frozen=True):
     """Answer to Sleep: everything generated was flushed before this message and nothing is held any more."""
 
 
-class Goodbye(Message):
+class Goodbye(Message, frozen=True):
     """Everything generated was flushed before this message; the worker leaves when acked or after its deadline."""
 
     reason: str
@@ -194,7 +194,7 @@ class Goodbye(Message):
 # ---------------------------------------------------------------- daemon -> worker
 
 
-class Welcome(Message):
+class Welcome(Message, frozen=True):
     worker_id: int
     generation: int
     run: str
@@ -204,7 +204,7 @@ class Welcome(Message):
     flush_tokens: int
 
 
-class Rejected(Message):
+class Rejected(Message, frozen=True):
     """The hello was not accepted: the worker prints both and exits, unless `retry`."""
 
     reason: str
@@ -212,17 +212,17 @@ class Rejected(Message):
     retry: bool = False
 
 
-class HelloAgain(Message):
+class HelloAgain(Message, frozen=True):
     """The daemon does not know this connection (it was restarted, or declared the worker dead): greet again, same session."""
 
     reason: str
 
 
-class HeartbeatAck(Message):
+class HeartbeatAck(Message, frozen=True):
     generation: int
 
 
-class UseWeights(Message):
+class UseWeights(Message, frozen=True):
     """Load this version before anything else is generated. `manifest` is an encoded weights.manifest.Manifest."""
 
     version: int
@@ -230,45 +230,45 @@ class UseWeights(Message):
     sources: tuple[WeightSource, ...]
 
 
-class Assign(Message):
+class Assign(Message, frozen=True):
     leases: tuple[Lease, ...]
 
 
-class Revoke(Message):
+class Revoke(Message, frozen=True):
     """These leases are over: stop generating, drop what is held of them."""
 
     leases: tuple[tuple[int, int], ...]  # (sample_id, epoch)
     reason: str
 
 
-class Ack(Message):
+class Ack(Message, frozen=True):
     """Durable lengths: tokens below `length` are committed and need not be kept."""
 
     durable: tuple[Held, ...]
 
 
-class Sleep(Message):
+class Sleep(Message, frozen=True):
     """Flush, stop generating, give the GPU's memory back, answer Asleep."""
 
 
-class Wake(Message):
+class Wake(Message, frozen=True):
     """Take the GPU's memory again."""
 
 
-class Drain(Message):
+class Drain(Message, frozen=True):
     """Flush, say goodbye and exit with status 0: the job shall not come back."""
 
     reason: str
 
 
-class GoodbyeAck(Message):
+class GoodbyeAck(Message, frozen=True):
     """All that was flushed is durable."""
 
 
 # ---------------------------------------------------------------- trainer -> daemon (bodies of Call)
 
 
-class OpenRun(Message):
+class OpenRun(Message, frozen=True):
     """Become the trainer of `run`: the ledger grants a new attempt and fences older ones. The run is made if it is new.
 
     `resume_step` is the step of the checkpoint that was loaded (0 = from the start). Samples consumed by later steps are
@@ -291,14 +291,14 @@ class OpenRun(Message):
     on_poison: str = "stop"  # "stop" | "mask"
 
 
-class Attach(Message):
+class Attach(Message, frozen=True):
     """Go on as this attempt after a reconnect. `have` lists groups received and not yet committed: they are not sent again."""
 
     run: str
     have: tuple[int, ...]
 
 
-class PublishVersion(Message):
+class PublishVersion(Message, frozen=True):
     """Offer a weight version. Repeating it with the same root re-announces its source (after a daemon restart)."""
 
     version: int
@@ -308,7 +308,7 @@ class PublishVersion(Message):
     source: WeightSource
 
 
-class GroupSpec(Part):
+class GroupSpec(Part, frozen=True):
     """A prompt to sample n times. `meta` is JSON that comes back with the group (the answer to verify against, …)."""
 
     prompt_index: int
@@ -318,7 +318,7 @@ class GroupSpec(Part):
     meta: str = "{}"
 
 
-class SubmitGroups(Message):
+class SubmitGroups(Message, frozen=True):
     """Generate these groups with `version`. A group that exists already under an equal root hash is reused, not generated again."""
 
     step: int
@@ -327,13 +327,13 @@ class SubmitGroups(Message):
     groups: tuple[GroupSpec, ...]
 
 
-class SetReserved(Message):
+class SetReserved(Message, frozen=True):
     """Wake the run's reserved workers, or put them to sleep (their unfinished samples move with all tokens)."""
 
     awake: bool
 
 
-class SampleOutcome(Part):
+class SampleOutcome(Part, frozen=True):
     """What became of a delivered sample. `outcome`: "consumed" | "filtered" | "masked" | "evaluated"."""
 
     sample_id: int
@@ -343,7 +343,7 @@ class SampleOutcome(Part):
     reason: str = ""
 
 
-class CommitStep(Message):
+class CommitStep(Message, frozen=True):
     """The optimizer step `step` was taken with exactly these samples (purpose "train"), or an evaluation was made ("eval")."""
 
     step: int
@@ -353,7 +353,7 @@ class CommitStep(Message):
     metrics: dict[str, float]
 
 
-class RecordCheckpoint(Message):
+class RecordCheckpoint(Message, frozen=True):
     """A checkpoint that covers `step` is complete on disk: what it consumed is final. `root` is its published weights' hash."""
 
     step: int
@@ -362,14 +362,14 @@ class RecordCheckpoint(Message):
     path: str
 
 
-class CloseRun(Message):
+class CloseRun(Message, frozen=True):
     """The run is over: harvested engines leave at once."""
 
     state: str  # "finished" | "failed" | "stopped"
     reason: str = ""
 
 
-class Ping(Message):
+class Ping(Message, frozen=True):
     """Keep-alive of an attached trainer; answered by Pong, and by Fleet when it changed."""
 
 
@@ -378,7 +378,7 @@ CallBody = (
 )
 
 
-class Call(Message):
+class Call(Message, frozen=True):
     """A trainer's request. `attempt` is 0 in OpenRun only; an older attempt than the newest is refused (`stale`)."""
 
     id: int
@@ -390,15 +390,15 @@ class Call(Message):
 # ---------------------------------------------------------------- daemon -> trainer
 
 
-class Ok(Message):
+class Ok(Message, frozen=True):
     pass
 
 
-class Pong(Message):
+class Pong(Message, frozen=True):
     generation: int
 
 
-class RunOpened(Message):
+class RunOpened(Message, frozen=True):
     """`next_version`: versions go on from here. `last_step`: the last committed step. `versions`: (step, version, root)."""
 
     run_id: int
@@ -409,7 +409,7 @@ class RunOpened(Message):
     versions: tuple[tuple[int, int, bytes], ...]
 
 
-class Denied(Message):
+class Denied(Message, frozen=True):
     """The call was refused. `code`: "stale" | "unknown-run" | "not-owner" | "invalid" | "detached"."""
 
     code: str
@@ -417,7 +417,7 @@ class Denied(Message):
     remedy: str = ""
 
 
-class Accepted(Message):
+class Accepted(Message, frozen=True):
     """Answer to SubmitGroups: ids in the order of the request."""
 
     group_ids: tuple[int, ...]
@@ -426,12 +426,12 @@ class Accepted(Message):
 ReplyBody = Ok | Pong | RunOpened | Denied | Accepted
 
 
-class Reply(Message):
+class Reply(Message, frozen=True):
     id: int
     body: ReplyBody
 
 
-class DoneSample(Part):
+class DoneSample(Part, frozen=True):
     """A complete sample. `error` is set when it was poisoned and masked: it then has no usable tokens.
 
     `reward` is the one recorded by an earlier attempt, or None.
@@ -448,7 +448,7 @@ class DoneSample(Part):
     error: str | None = None
 
 
-class GroupDone(Message):
+class GroupDone(Message, frozen=True):
     """A group whose every sample is complete and committed to the ledger."""
 
     group_id: int
@@ -461,7 +461,7 @@ class GroupDone(Message):
     samples: tuple[DoneSample, ...]
 
 
-class Fleet(Message):
+class Fleet(Message, frozen=True):
     """The run's workers now. `harvested` counts live harvested workers; `outstanding` counts samples not complete."""
 
     harvested: int
@@ -471,7 +471,7 @@ class Fleet(Message):
     outstanding_reserved: int
 
 
-class RunStopped(Message):
+class RunStopped(Message, frozen=True):
     """The run cannot go on (a poisoned sample, an operator's stop). The trainer exits with this reason."""
 
     reason: str
@@ -487,9 +487,9 @@ ToTrainer = Reply | GroupDone | Fleet | RunStopped | Rejected | HelloAgain
 
 T = TypeVar("T")
 _encoder = msgspec.msgpack.Encoder()
-_to_daemon = msgspec.msgpack.Decoder(ToDaemon)
-_to_worker = msgspec.msgpack.Decoder(ToWorker)
-_to_trainer = msgspec.msgpack.Decoder(ToTrainer)
+_to_daemon: msgspec.msgpack.Decoder[ToDaemon] = msgspec.msgpack.Decoder(ToDaemon)
+_to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)
+_to_trainer: msgspec.msgpack.Decoder[ToTrainer] = msgspec.msgpack.Decoder(ToTrainer)
 
 
 def encode(message: Message) -> bytes:

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from scavenger.wire import SampleKey, Sampling
 from scavenger.weights.manifest import TensorView
+from scavenger.wire import SampleKey, Sampling
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ class Record(msgspec.Struct, frozen=True, gc=False, tag=True):
 # ---------------------------------------------------------------- runs
 
 
-class RunCreated(Record):
+class RunCreated(Record, frozen=True):
     run_id: int
     name: str
     owner_key: str
@@ -28,7 +28,7 @@ class RunCreated(Record):
     at: float
 
 
-class AttemptGranted(Record):
+class AttemptGranted(Record, frozen=True):
     """`resume_step`: the step of the checkpoint it starts from. The run's config and engine are those of the newest attempt."""
 
     run_id: int
@@ -41,14 +41,14 @@ class AttemptGranted(Record):
     at: float
 
 
-class RunEnded(Record):
+class RunEnded(Record, frozen=True):
     run_id: int
     state: str  # "finished" | "failed" | "stopped"
     reason: str
     at: float
 
 
-class VersionPublished(Record):
+class VersionPublished(Record, frozen=True):
     run_id: int
     version: int
     step: int
@@ -59,7 +59,7 @@ class VersionPublished(Record):
     at: float
 
 
-class StepCommitted(Record):
+class StepCommitted(Record, frozen=True):
     """An optimizer step (purpose "train") or an evaluation ("eval"). `metrics` is JSON."""
 
     run_id: int
@@ -71,7 +71,7 @@ class StepCommitted(Record):
     at: float
 
 
-class StepsRewound(Record):
+class StepsRewound(Record, frozen=True):
     """A new attempt starts from the checkpoint of `to_step`: later commits did not survive."""
 
     run_id: int
@@ -80,7 +80,7 @@ class StepsRewound(Record):
     at: float
 
 
-class CheckpointRecorded(Record):
+class CheckpointRecorded(Record, frozen=True):
     run_id: int
     step: int
     version: int
@@ -92,7 +92,7 @@ class CheckpointRecorded(Record):
 # ---------------------------------------------------------------- groups and samples
 
 
-class GroupCreated(Record):
+class GroupCreated(Record, frozen=True):
     """A group and its n samples, whose ids are `first_sample_id .. first_sample_id + n - 1` in the order of their index.
 
     `take` counts the times this (run, purpose, step, prompt_index) was generated: 0, and one more after each supersession.
@@ -113,7 +113,7 @@ class GroupCreated(Record):
     at: float
 
 
-class GroupAdopted(Record):
+class GroupAdopted(Record, frozen=True):
     """An existing group goes on under a new version with an equal root hash (a replay after a trainer's restart)."""
 
     group_id: int
@@ -121,7 +121,7 @@ class GroupAdopted(Record):
     at: float
 
 
-class LeaseGranted(Record):
+class LeaseGranted(Record, frozen=True):
     sample_id: int
     epoch: int
     worker_id: int
@@ -130,7 +130,7 @@ class LeaseGranted(Record):
     at: float
 
 
-class LeaseEnded(Record):
+class LeaseEnded(Record, frozen=True):
     """`length`: accepted tokens of the sample then. `regenerated`: tokens known to be lost with it (heartbeat length - accepted)."""
 
     sample_id: int
@@ -141,7 +141,7 @@ class LeaseEnded(Record):
     at: float
 
 
-class ChunkAccepted(Record):
+class ChunkAccepted(Record, frozen=True):
     sample_id: int
     epoch: int
     offset: int
@@ -153,7 +153,7 @@ class ChunkAccepted(Record):
     at: float
 
 
-class SampleFinished(Record):
+class SampleFinished(Record, frozen=True):
     """The sample's last token was accepted. `finish`: "stop" | "length"."""
 
     sample_id: int
@@ -162,7 +162,7 @@ class SampleFinished(Record):
     at: float
 
 
-class SampleEnded(Record):
+class SampleEnded(Record, frozen=True):
     """A final or replayable end. `state`: consumed | filtered | masked | evaluated | surplus | superseded | poisoned.
 
     `step` and `attempt` are those of the commit (0 where none was). A later record for the same sample replaces the earlier one.
@@ -178,7 +178,7 @@ class SampleEnded(Record):
     at: float
 
 
-class SampleReopened(Record):
+class SampleReopened(Record, frozen=True):
     """A consumed sample is offered again to a later attempt (I3); its reward stays."""
 
     sample_id: int
@@ -186,7 +186,7 @@ class SampleReopened(Record):
     at: float
 
 
-class GroupDelivered(Record):
+class GroupDelivered(Record, frozen=True):
     group_id: int
     attempt: int
     at: float
@@ -195,7 +195,7 @@ class GroupDelivered(Record):
 # ---------------------------------------------------------------- workers, jobs, cluster
 
 
-class WorkerJoined(Record):
+class WorkerJoined(Record, frozen=True):
     worker_id: int
     run_id: int
     kind: str
@@ -209,7 +209,7 @@ class WorkerJoined(Record):
     at: float
 
 
-class WorkerLeft(Record):
+class WorkerLeft(Record, frozen=True):
     """`notice`: it said goodbye before it went. `salvaged`: accepted tokens of its unfinished samples; `regenerated`: tokens lost."""
 
     worker_id: int
@@ -221,7 +221,7 @@ class WorkerLeft(Record):
     at: float
 
 
-class JobIntended(Record):
+class JobIntended(Record, frozen=True):
     """Written before the submission, so that no job of ours is ever unknown."""
 
     intent_id: str
@@ -232,13 +232,13 @@ class JobIntended(Record):
     at: float
 
 
-class JobSubmitted(Record):
+class JobSubmitted(Record, frozen=True):
     intent_id: str
     job_id: int
     at: float
 
 
-class JobObserved(Record):
+class JobObserved(Record, frozen=True):
     """The job's state changed since the last observation. `flags` are joined by ','."""
 
     intent_id: str
@@ -251,14 +251,14 @@ class JobObserved(Record):
     at: float
 
 
-class JobEnded(Record):
+class JobEnded(Record, frozen=True):
     intent_id: str
     state: str
     reason: str
     at: float
 
 
-class HoldStarted(Record):
+class HoldStarted(Record, frozen=True):
     """A harvested job began to hold GPUs; `(intent_id, restart_count)` names the hold."""
 
     intent_id: str
@@ -269,14 +269,14 @@ class HoldStarted(Record):
     at: float
 
 
-class HoldEnded(Record):
+class HoldEnded(Record, frozen=True):
     intent_id: str
     restart_count: int
     reason: str  # preempted | cancelled | completed | failed | node_fail | timeout | requeued | unknown
     at: float
 
 
-class ClusterSampled(Record):
+class ClusterSampled(Record, frozen=True):
     """GPUs by owner at one observation."""
 
     idle: int
@@ -288,7 +288,7 @@ class ClusterSampled(Record):
     at: float
 
 
-class Decision(Record):
+class Decision(Record, frozen=True):
     """One decision of a policy with its reason; `inputs` is JSON."""
 
     policy: str
@@ -299,7 +299,7 @@ class Decision(Record):
     at: float
 
 
-class Event(Record):
+class Event(Record, frozen=True):
     """Anything else worth keeping: a refused chunk, an unreachable scheduler, a quarantined node. `detail` is JSON."""
 
     kind: str
