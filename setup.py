@@ -1,8 +1,8 @@
 """How the three packages are installed, and what ships beside them.
 
-The repository keeps SQL and job templates in top-level folders, where an admin looks for them. A wheel has no top level of its
-own, so the build copies them to `scavenger/_data/`; `scavenger.resources.path` finds them in either place. `BASE` and `EXTRAS`
-are literals: `tests/test_architecture.py` reads them to hold that the control plane imports nothing else.
+The repository keeps SQL and job templates in top-level folders, where an admin looks for them. A wheel has no top level
+of its own, so the build copies them to `scavenger/_data/`; `scavenger.resources.path` finds them in either place. `BASE`
+is a literal: `tests/test_architecture.py` reads it to hold that the control plane imports nothing else.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["scavenger", "scavenger.*", "rollout", "rollout.*", "trainer", "trainer.*"]),
-    package_data={package: PACKAGE_DATA for package in ("scavenger", "rollout", "trainer")},
+    package_data=dict.fromkeys(("scavenger", "rollout", "trainer"), PACKAGE_DATA),
     include_package_data=False,
     install_requires=BASE,
     extras_require=EXTRAS,

@@ -1,7 +1,7 @@
 """Where the files that are not Python lie: named SQL, job templates, migrations.
 
-Owns the two layouts (a clone, and an installed wheel, where the build put `sql/` and `scripts/` under `scavenger/_data/`) and
-nothing else. Must not know what any of the files means.
+Owns the two layouts (a clone, and an installed wheel, where the build put `sql/` and `scripts/` under
+`scavenger/_data/`) and nothing else. Must not know what any of the files means.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ def path(relative: str) -> Path:
     """The file or folder that the repository calls `relative`, e.g. `sql/reports`, `scripts/rollout.sbatch.j2` or
     `scavenger/ledger/migrations`.
 
-    `relative` is a POSIX path below the repository's root. Raises `ScavengerError` when it leaves that root, or when this
-    installation does not hold it.
+    `relative` is a POSIX path below the repository's root. Raises `ScavengerError` when it leaves that root, or when
+    this installation does not hold it.
     """
     wanted = PurePosixPath(relative)
     if wanted.is_absolute() or not wanted.parts or ".." in wanted.parts:
-        raise ScavengerError(f"resource {relative!r} is not a path below the repository's root", "name it as the repository does")
+        raise ScavengerError(f"resource {relative!r} is not below the repository's root", "name it as the repository does")
     found = _root(wanted).joinpath(*wanted.parts)
     if not found.exists():
         raise ScavengerError(
             f"this installation of scavenger lacks {relative!r} (looked at {found})",
-            "install it again: `pip install --force-reinstall --no-deps` the wheel, or `git checkout` the file in a clone",
+            "install the wheel again with `pip install --force-reinstall --no-deps`, or `git checkout` it in a clone",
         )
     return found
 

@@ -1,0 +1,234 @@
+"""Which part may import which, held by parsing the source. Nothing is imported, so this runs without torch, MPI or Slurm."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("scavenger", "rollout", "trainer")
+TOP_LEVEL = {*PACKAGES, "scripts", "sql", "tests", "docs", "benchmarks", "examples"}
+BUILT = {"build", "dist", "demo-out", "__pycache__"}
+
+# What a worker or a trainer may know of the control plane: how to talk to it, and what they agree on.
+SHARED = {"wire", "client", "weights", "config", "errors", "keys", "resources", "__version__"}
+
+PURE = (
+    "scavenger/wire.py",
+    "scavenger/cluster/model.py",
+    "scavenger/cluster/commands.py",
+    "scavenger/cluster/scheduler.py",
+    "scavenger/harvest/policy.py",
+    "scavenger/harvest/tracker.py",
+    "scavenger/router/machine*.py",
+    "scavenger/router/placement.py",
+    "scavenger/router/offload.py",
+)
+# A pure module gets time, randomness and the outside world as arguments.
+IMPURE_MODULES = {
+    "alembic", "asyncio", "concurrent", "http", "multiprocessing", "os", "queue", "random", "secrets", "select",
+    "selectors", "shutil", "signal", "socket", "sqlalchemy", "sqlite3", "ssl", "subprocess", "tempfile", "threading",
+    "time", "urllib", "uuid", "zmq",
+}  # fmt: skip
+# What a pure module may take from the control plane, beside other pure modules and the package itself. Settings count as
+# data: the models are handed in, the reading of files is done by the caller.
+PURE_MAY_USE = {"scavenger.errors", "scavenger.config", "scavenger.cluster.port"}
+
+PICKLERS = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
+SHELLS = {"os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput"}
+SHELLS |= {"asyncio.create_subprocess_shell"}
+TORCH_PICKLERS = {"torch.load", "torch.save"}
+# torch.distributed's collectives over Python objects.
+OBJECT_COLLECTIVES = {"all_gather_object", "broadcast_object_list", "gather_object", "recv_object_list"}
+OBJECT_COLLECTIVES |= {"scatter_object_list", "send_object_list"}
+IMPORTERS = {"importlib.import_module", "import_module", "__import__"}
+IMPORT_NAMES = {"pyzmq": "zmq"}
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """One imported dotted name, e.g. `scavenger.wire.Hello` for `from scavenger.wire import Hello`."""
+
+    name: str
+    where: str
+
+    def is_in(self, package: str) -> bool:
+        return self.name == package or self.name.startswith(package + ".")
+
+
+def sources(*patterns: str) -> list[Path]:
+    found = {path for pattern in patterns for path in ROOT.glob(pattern)}
+    return sorted(path for path in found if "__pycache__" not in path.parts)
+
+
+def product() -> list[Path]:
+    scripts = [p for p in sources("scripts/*") if p.suffix == ".py" or (p.is_file() and b"python" in first_line(p))]
+    return [*sources(*(f"{package}/**/*.py" for package in PACKAGES)), *scripts]
+
+
+def first_line(path: Path) -> bytes:
+    return path.read_bytes().partition(b"\n")[0]
+
+
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def imports(path: Path) -> Iterator[Import]:
+    """Every import in the file, wherever it stands; relative ones resolved; `importlib.import_module("x")` included."""
+    package = path.relative_to(ROOT).parent.parts
+    for node in ast.walk(tree(path)):
+        where = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
+        if isinstance(node, ast.Import):
+            yield from (Import(alias.name, where) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            prefix = ".".join([*base, *(node.module.split(".") if node.module else [])])
+            yield from (Import(f"{prefix}.{alias.name}", where) for alias in node.names)
+        elif isinstance(node, ast.Call) and dotted(node.func) in IMPORTERS:
+            yield from (Import(arg.value, where) for arg in node.args[:1] if isinstance(arg, ast.Constant))
+
+
+def dotted(node: ast.expr) -> str:
+    """`a.b.c` for the expression `a.b.c`; empty for anything that is not a chain of names."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        left = dotted(node.value)
+        return f"{left}.{node.attr}" if left else ""
+    return ""
+
+
+def calls(path: Path) -> Iterator[tuple[str, ast.Call, str]]:
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Call):
+            yield dotted(node.func), node, f"{path.relative_to(ROOT)}:{node.lineno}"
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def base_requirements() -> set[str]:
+    """Import names of what `pip install scavenger` brings without any extra."""
+    for node in tree(ROOT / "setup.py").body:
+        if isinstance(node, ast.Assign) and dotted(node.targets[0]) == "BASE":
+            names = (re.split(r"[<>=\[]", requirement)[0] for requirement in ast.literal_eval(node.value))
+            return {IMPORT_NAMES.get(name, name) for name in names}
+    raise AssertionError("setup.py has no literal BASE")
+
+
+def told(offenders: list[str]) -> str:
+    return "\n".join(["", *offenders])
+
+
+def test_the_control_plane_imports_only_itself_and_the_base_install() -> None:
+    allowed = base_requirements() | sys.stdlib_module_names | {"scavenger"}
+    offenders = [
+        f"{found.where} imports {found.name}"
+        for path in sources("scavenger/**/*.py")
+        for found in imports(path)
+        if found.name.split(".")[0] not in allowed
+        # Extras, each imported in the one module that adapts it.
+        and (path.relative_to(ROOT).as_posix(), found.name.split(".")[0]) != ("scavenger/cluster/pyslurm.py", "pyslurm")
+    ]
+    assert not offenders, told(offenders)
+
+
+@pytest.mark.parametrize("package", ["rollout", "trainer"])
+def test_workers_and_trainers_know_only_the_shared_part_of_the_control_plane(package: str) -> None:
+    offenders = [
+        f"{found.where} imports {found.name}"
+        for path in sources(f"{package}/**/*.py")
+        for found in imports(path)
+        if found.is_in("scavenger") and [*found.name.split("."), ""][1] not in SHARED
+    ]
+    assert not offenders, told(offenders)
+
+
+def test_the_worker_knows_nothing_of_the_trainer() -> None:
+    found = [one for path in sources("rollout/**/*.py") for one in imports(path)]
+    offenders = [f"{one.where} imports {one.name}" for one in found if one.is_in("trainer") or one.is_in("mpi4py")]
+    assert not offenders, told(offenders)
+
+
+def test_the_trainer_reaches_an_engine_only_in_its_single_process_debug_mode() -> None:
+    offenders = [
+        f"{found.where} imports {found.name}"
+        for path in sources("trainer/**/*.py")
+        for found in imports(path)
+        if found.is_in("rollout")
+        and not (path.relative_to(ROOT).as_posix() == "trainer/local.py" and found.is_in("rollout.engines"))
+    ]
+    assert not offenders, told(offenders)
+
+
+def test_pure_modules_import_no_io_and_no_driver() -> None:
+    pure = sources(*PURE)
+    allowed = {module_of(path) for path in pure} | PURE_MAY_USE
+    offenders = []
+    for path in pure:
+        for found in imports(path):
+            impure = found.name.split(".")[0] in IMPURE_MODULES
+            # `from scavenger.wire import Hello` names the module or something in it.
+            driver = found.is_in("scavenger") and not any(found.is_in(module) for module in allowed)
+            if impure or driver:
+                offenders.append(f"{found.where} imports {found.name}")
+    assert not offenders, told(offenders)
+
+
+def test_pure_modules_read_no_clock() -> None:
+    clocks = {"datetime.now", "datetime.utcnow", "datetime.datetime.now", "datetime.today", "date.today"}
+    offenders = [f"{where} calls {name}" for path in sources(*PURE) for name, _, where in calls(path) if name in clocks]
+    assert not offenders, told(offenders)
+
+
+def test_nothing_pickles() -> None:
+    offenders = []
+    for path in product():
+        offenders += [f"{one.where} imports {one.name}" for one in imports(path) if one.name.split(".")[0] in PICKLERS]
+        offenders += [
+            f"{where} calls {name}, which pickles"
+            for name, _, where in calls(path)
+            if name in TORCH_PICKLERS or name.split(".")[-1] in OBJECT_COLLECTIVES
+        ]
+    assert not offenders, told(offenders)
+
+
+def test_no_command_goes_through_a_shell() -> None:
+    offenders = []
+    for path in [*product(), *sources("tests/**/*.py", "benchmarks/**/*.py", "examples/**/*.py")]:
+        for name, call, where in calls(path):
+            asks = any(
+                keyword.arg == "shell" and not (isinstance(keyword.value, ast.Constant) and not keyword.value.value)
+                for keyword in call.keywords
+            )
+            if asks or name in SHELLS:
+                offenders.append(f"{where} runs a shell")
+    assert not offenders, told(offenders)
+
+
+def test_there_is_no_top_level_folder_beyond_the_agreed_ones() -> None:
+    folders = {p.name for p in ROOT.iterdir() if p.is_dir() and not p.name.startswith(".")} - BUILT
+    extra = {name for name in folders if not name.endswith(".egg-info")} - TOP_LEVEL
+    assert not extra, f"{sorted(extra)}: put it into one of {sorted(TOP_LEVEL)}"
+
+
+def test_every_python_folder_is_a_package_so_that_a_wheel_holds_it() -> None:
+    folders = {path.parent for path in sources(*(f"{package}/**/*.py" for package in PACKAGES))}
+    lacking = [
+        folder.relative_to(ROOT).as_posix()
+        for folder in sorted(folders)
+        # Alembic reads its revisions by path; setup.py ships them as data.
+        if not (folder / "__init__.py").exists() and "migrations" not in folder.parts
+    ]
+    assert not lacking, f"no __init__.py in {lacking}"

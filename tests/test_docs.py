@@ -1,0 +1,52 @@
+"""What the documentation names must exist: links, scripts, SQL, examples and source files."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/**/*.md")])
+
+LINK = re.compile(r"!?\[[^\]]*\]\(\s*<?([^)\s>]+)>?[^)]*\)")
+HTML_LINK = re.compile(r"""(?:src|href)=["']([^"']+)["']""")
+FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
+# A path of ours, wherever prose or a command names it; <placeholder>, * and { mark a pattern, not a path.
+NAMED = re.compile(r"(?<![\w./<$}-])(?:\./)?((?:scripts|sql|examples|benchmarks)/[\w./-]+)(?![\w<*{-])")
+HEADING = re.compile(r"^#{1,6}\s+(.+?)\s*#*$", re.MULTILINE)
+
+
+def identify(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def anchors(page: Path) -> set[str]:
+    """The fragment of each heading, as GitHub makes it."""
+    headings = HEADING.findall(FENCE.sub("", page.read_text(encoding="utf-8")))
+    bare = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading) for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in bare}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=identify)
+def test_every_relative_link_leads_somewhere(page: Path) -> None:
+    prose = FENCE.sub("", page.read_text(encoding="utf-8"))
+    broken = []
+    for target in [*LINK.findall(prose), *HTML_LINK.findall(prose)]:
+        if re.match(r"[a-z][a-z0-9+.-]*:", target):
+            continue
+        name, _, fragment = target.partition("#")
+        aim = (page.parent / unquote(name)).resolve() if name else page
+        missing_anchor = fragment and aim.suffix == ".md" and aim.exists() and fragment not in anchors(aim)
+        if not aim.exists() or missing_anchor or not aim.is_relative_to(ROOT):
+            broken.append(target)
+    assert not broken, f"{identify(page)} links to {broken}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=identify)
+def test_every_script_and_query_it_names_exists(page: Path) -> None:
+    named = {name.rstrip(".") for name in NAMED.findall(page.read_text(encoding="utf-8"))}
+    missing = sorted(name for name in named if not (ROOT / name).exists())
+    assert not missing, f"{identify(page)} names {missing}"

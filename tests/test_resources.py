@@ -1,0 +1,98 @@
+"""SQL, job templates and migrations are found from a clone and from an installed wheel."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from scavenger import resources
+from scavenger.errors import ScavengerError
+
+ROOT = Path(__file__).resolve().parents[1]
+SHIPPED = ("sql/**/*.sql", "scripts/*.j2", "scripts/*.sbatch", "scripts/*.service", "scavenger/**/*.py", "rollout/**/*.py")
+SHIPPED += ("trainer/**/*.py",)
+
+
+def shipped() -> list[str]:
+    found = {path.relative_to(ROOT).as_posix() for pattern in SHIPPED for path in ROOT.glob(pattern)}
+    return sorted(found)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built from a copy, so that no `build/` of an earlier day is in it and none is left in the clone."""
+    folder = tmp_path_factory.mktemp("wheel")
+    copy = folder / "source"
+    copy.mkdir()
+    for name in ("scavenger", "rollout", "trainer", "sql", "scripts", "examples"):
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "LICENSE", "README.md"):
+        if (ROOT / name).exists():
+            shutil.copy2(ROOT / name, copy / name)
+    pip(["wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", str(folder), str(copy)])
+    (built,) = folder.glob("scavenger-*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("site-packages")
+    pip(["install", "--no-deps", "--no-index", "--target", str(target), str(wheel)])
+    return target
+
+
+def pip(arguments: list[str]) -> None:
+    command = [sys.executable, "-m", "pip", *arguments, "--quiet", "--disable-pip-version-check"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_clone_finds_its_own_files() -> None:
+    assert [resources.path(name) for name in shipped()] == [ROOT / name for name in shipped()]
+    assert resources.path("sql") == ROOT / "sql"
+
+
+def test_an_installed_wheel_finds_every_file_that_the_clone_has(installed: Path, tmp_path: Path) -> None:
+    program = (
+        "import json, sys; sys.path.insert(0, sys.argv[1]); from scavenger import resources; "
+        "print(json.dumps({name: str(resources.path(name)) for name in json.load(sys.stdin)}))"
+    )
+    # -P and another folder: neither the clone nor the current directory may answer for the wheel.
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program, str(installed)],
+        input=json.dumps(shipped()),
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    found = {name: Path(where) for name, where in json.loads(done.stdout).items()}
+    assert all(where.is_relative_to(installed.resolve()) for where in found.values())
+    assert [name for name, where in found.items() if where.read_bytes() != (ROOT / name).read_bytes()] == []
+
+
+def test_a_wheel_holds_only_our_packages_and_its_licence(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"scavenger", "rollout", "trainer"}
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
+    assert not [name for name in names if "__pycache__" in name or "/tests/" in name]
+
+
+@pytest.mark.parametrize("relative", ["../setup.py", "/etc/passwd", "", "sql/../../x"])
+def test_a_path_outside_the_repository_is_refused(relative: str) -> None:
+    with pytest.raises(ScavengerError, match="not below the repository's root"):
+        resources.path(relative)
+
+
+def test_a_missing_resource_says_what_to_do() -> None:
+    with pytest.raises(ScavengerError, match=r"lacks 'sql/no_such\.sql'(?s:.*)remedy"):
+        resources.path("sql/no_such.sql")
