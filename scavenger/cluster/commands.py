@@ -1,0 +1,373 @@
+"""Pure: the argv of every Slurm command we run, and the parsing of what it prints.
+
+Text that other users control (job names, comments) may hold anything, separators and newlines included. So `squeue` is
+asked to end every field with a fresh random mark that nobody could have put there, and each record with a second one;
+the output is split on the marks alone. Everything is checked: a record that is short, long, truncated or holds a word
+we do not know fails the whole observation with `ClusterUnavailable`, because half a view is worse than none.
+
+Knows nothing of processes, clocks or environment variables. Times are asked for as Unix seconds (SLURM_TIME_FORMAT=%s).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from scavenger.cluster.hostlist import expand
+from scavenger.cluster.model import (
+    ClusterInfo,
+    Job,
+    JobFlag,
+    JobSpec,
+    JobState,
+    Node,
+    Partition,
+    PreemptMode,
+)
+from scavenger.errors import ClusterError, ClusterUnavailable
+
+INFINITE_S = float("inf")
+
+# What a flag means when `squeue` shows it in the state's place. A COMPLETING job still holds its node.
+_FLAG_BASE: Mapping[JobFlag, JobState] = {
+    JobFlag.COMPLETING: JobState.RUNNING,
+    JobFlag.CONFIGURING: JobState.RUNNING,
+    JobFlag.RESIZING: JobState.RUNNING,
+    JobFlag.SIGNALING: JobState.RUNNING,
+    JobFlag.STAGE_OUT: JobState.RUNNING,
+    JobFlag.STOPPED: JobState.SUSPENDED,
+    JobFlag.REQUEUED: JobState.PENDING,
+    JobFlag.REQUEUE_HOLD: JobState.PENDING,
+    JobFlag.REQUEUE_FED: JobState.PENDING,
+    JobFlag.SPECIAL_EXIT: JobState.PENDING,
+    JobFlag.REVOKED: JobState.CANCELLED,
+}
+_NOTHING = frozenset({"", "(null)", "N/A", "n/a", "None", "NONE", "NOT_SET", "Unknown", "INVALID"})
+_UNLIMITED = frozenset({"UNLIMITED", "INFINITE"})
+
+# squeue -O names. Order is ours; what users and plugins write comes last.
+_JOB_FIELDS = (
+    "JobID", "UserName", "Partition", "State", "RestartCnt", "NumNodes", "NumCPUs", "NumTasks", "PriorityLong",
+    "SubmitTime", "EligibleTime", "StartTime", "EndTime", "TimeLimit", "exit_code", "tres-alloc", "tres-per-job",
+    "tres-per-node", "tres-per-socket", "tres-per-task", "NodeList", "Reason", "Name", "Comment",
+)
+
+
+# ---- argv -----------------------------------------------------------------------------------------------------------
+
+def squeue_argv(mark: str) -> list[str]:
+    """All jobs of all users, finished ones as long as Slurm lists them. `mark`: random letters and digits, fresh a call."""
+    if not re.fullmatch(r"[A-Za-z0-9]{16,64}", mark):
+        raise ValueError("the mark must be 16 to 64 letters and digits")
+    return ["squeue", "-h", "-a", "-r", "-t", "all", "-O", ",".join(f"{field}:{mark}" for field in _JOB_FIELDS)]
+
+
+def nodes_argv() -> list[str]:
+    return ["scontrol", "-a", "-d", "-o", "show", "node"]
+
+
+def partitions_argv() -> list[str]:
+    return ["scontrol", "-a", "-o", "show", "partition"]
+
+
+def config_argv() -> list[str]:
+    return ["scontrol", "show", "config"]
+
+
+def cancel_argv(job_ids: Sequence[int]) -> list[str]:
+    return ["scancel", "--quiet", *(str(_positive("job id", job_id)) for job_id in job_ids)]
+
+
+def requeue_argv(job_id: int) -> list[str]:
+    return ["scontrol", "requeue", str(_positive("job id", job_id))]
+
+
+def sbatch_argv(spec: JobSpec) -> list[str]:
+    """`sbatch` for a script on stdin. `spec.gpus` is a node's share, as in `--gres`. Raises `ClusterError` on bad values."""
+    for what, text in (("name", spec.name), ("partition", spec.partition)):
+        if not text:
+            raise ClusterError(f"a job needs a {what}")
+    argv = ["sbatch", "--parsable", f"--job-name={_text('name', spec.name)}", f"--partition={_text('partition', spec.partition)}",
+            f"--comment={_text('comment', spec.comment)}", f"--nodes={_positive('nodes', spec.nodes)}",
+            f"--ntasks={_positive('tasks', spec.tasks)}", f"--cpus-per-task={_positive('cpus_per_task', spec.cpus_per_task)}",
+            "--requeue" if spec.requeue else "--no-requeue", "--open-mode=append", "--export=ALL",
+            f"--output={_text('output', spec.output)}"]
+    if spec.gpus:
+        kind = f"{_text('gpu_type', spec.gpu_type)}:" if spec.gpu_type else ""
+        argv.append(f"--gres=gpu:{kind}{_positive('gpus', spec.gpus)}")
+    if spec.memory_mb:
+        argv.append(f"--mem={_positive('memory_mb', spec.memory_mb)}M")
+    if spec.time_s:
+        argv.append(f"--time={format_minutes(spec.time_s)}")
+    if spec.time_min_s:
+        argv.append(f"--time-min={format_minutes(spec.time_min_s)}")
+    if spec.nice:
+        argv.append(f"--nice={spec.nice}")
+    lists = (("nodelist", spec.nodelist), ("exclude", spec.exclude))
+    argv += [f"--{option}={','.join(_text(option, name) for name in names)}" for option, names in lists if names]
+    texts = (("chdir", spec.workdir), ("account", spec.account), ("qos", spec.qos), ("wckey", spec.wckey),
+             ("constraint", spec.constraint))
+    return argv + [f"--{option}={_text(option, value)}" for option, value in texts if value]
+
+
+def job_environment(spec: JobSpec) -> dict[str, str]:
+    """The variables the job asks for, checked: none may steer Slurm's own commands or an MPI launcher."""
+    for key, value in spec.environment.items():
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", key) or "\0" in value:
+            raise ClusterError(f"environment variable {key!r} is not a name, or its value holds a NUL")
+        if key.startswith(("SLURM", "SBATCH", "SALLOC", "SQUEUE", "SCANCEL")):
+            raise ClusterError(f"environment variable {key} would steer Slurm itself", "use another name")
+    return dict(spec.environment)
+
+
+def _text(what: str, value: str) -> str:
+    if re.search(r"[\x00-\x1f\x7f]", value):
+        raise ClusterError(f"{what} holds a control character: {value!r}")
+    return value
+
+
+def _positive(what: str, value: int) -> int:
+    if value <= 0:
+        raise ClusterError(f"{what} must be positive, not {value}")
+    return value
+
+
+def format_minutes(seconds: float) -> str:
+    """Slurm's limits count whole minutes; rounded up, so that a job never gets less than it asked for."""
+    return str(max(1, int(-(-seconds // 60))))
+
+
+# ---- answers --------------------------------------------------------------------------------------------------------
+
+def parse_submitted(stdout: str) -> int:
+    """The id that `sbatch --parsable` prints ('123' or '123;cluster'). Raises `ClusterUnavailable` on anything else."""
+    match = re.fullmatch(r"(\d+)(;[^\s;]+)?\s*", stdout)
+    if match is None:
+        raise ClusterUnavailable(f"sbatch printed no job id: {stdout[:200]!r}")
+    return int(match[1])
+
+
+def parse_jobs(stdout: str, mark: str) -> tuple[Job, ...]:
+    """Jobs from `squeue_argv(mark)`, sorted by id."""
+    fields = stdout.split(mark)
+    tail, count = fields.pop(), len(_JOB_FIELDS)
+    if tail not in ("", "\n") or len(fields) % count:
+        raise ClusterUnavailable(f"squeue's answer is truncated: {len(fields)} fields, {count} to a job")
+    jobs = [_job(fields[start:start + count]) for start in range(0, len(fields), count)]
+    return tuple(sorted(jobs, key=lambda job: job.job_id))
+
+
+def _job(values: Sequence[str]) -> Job:
+    row = dict(zip(_JOB_FIELDS, values, strict=True))
+    text = row["JobID"].removeprefix("\n")  # each record but the first begins with the last one's newline
+    job_id = _integer("squeue JobID", text)
+    what = f"squeue job {job_id}"
+    state, flags = parse_state(row["State"])
+    n_nodes = _integer(f"{what} NumNodes", row["NumNodes"].split("-")[0])
+    nodes = tuple(expand(row["NodeList"])) if row["NodeList"] not in _NOTHING else ()
+    gpus = _job_gpus(row, n_nodes, _integer(f"{what} NumTasks", row["NumTasks"]))
+    even = bool(nodes) and gpus > 0 and gpus % len(nodes) == 0
+    return Job(
+        job_id=job_id, user=row["UserName"], partition=row["Partition"], state=state, flags=flags,
+        reason="" if row["Reason"] in _NOTHING else row["Reason"], name=row["Name"],
+        comment="" if row["Comment"] == "(null)" else row["Comment"], nodes=nodes, gpus=gpus,
+        gpus_by_node=tuple((node, gpus // len(nodes)) for node in nodes) if even else (), n_nodes=n_nodes,
+        cpus=_integer(f"{what} NumCPUs", row["NumCPUs"].split("-")[0]),
+        priority=_integer(f"{what} Priority", row["PriorityLong"]),
+        restart_count=_integer(f"{what} RestartCnt", row["RestartCnt"]),
+        submit_time=_time(row["SubmitTime"]), eligible_time=_time(row["EligibleTime"]),
+        start_time=_time(row["StartTime"]), end_time=_time(row["EndTime"]),
+        time_limit_s=parse_duration(row["TimeLimit"]), exit_code=_exit_code(row["exit_code"]))
+
+
+def _job_gpus(row: Mapping[str, str], n_nodes: int, n_tasks: int) -> int:
+    """GPUs over all nodes. The allocation says it only where the site tracks gres/gpu; else what was asked for does."""
+    allocated = parse_tres(row["tres-alloc"])
+    if "gres/gpu" in allocated:
+        return allocated["gres/gpu"]
+    if row["tres-per-job"] not in _NOTHING:
+        return count_gpus(row["tres-per-job"])
+    if row["tres-per-node"] not in _NOTHING:
+        return count_gpus(row["tres-per-node"]) * n_nodes
+    if row["tres-per-task"] not in _NOTHING:
+        return count_gpus(row["tres-per-task"]) * n_tasks
+    return count_gpus(row["tres-per-socket"]) * n_nodes if row["tres-per-socket"] not in _NOTHING else 0
+
+
+def parse_state(text: str) -> tuple[JobState, frozenset[JobFlag]]:
+    """A state as `squeue` prints it: a base state, or a flag in its place, or both ('RUNNING,COMPLETING')."""
+    base: JobState | None = None
+    flags = set()
+    for word in re.split(r"[,+]", text.strip()):
+        if word in JobState:
+            base = JobState(word)
+        elif word in JobFlag:
+            flags.add(JobFlag(word))
+        else:
+            raise ClusterUnavailable(f"unknown job state {text!r}", "this Slurm version may be too new; report it")
+    if base is None:
+        base = _FLAG_BASE[min(flags, key=lambda flag: flag is not JobFlag.COMPLETING)]
+    return base, frozenset(flags)
+
+
+def parse_nodes(stdout: str) -> tuple[Node, ...]:
+    """Nodes from `nodes_argv`, sorted by name."""
+    return tuple(sorted((_node(line) for line in _lines("scontrol show node", stdout)), key=lambda node: node.name))
+
+
+def _node(line: str) -> Node:
+    keys = ("NodeName", "CPUAlloc", "CPUTot", "Gres", "RealMemory", "AllocMem", "State", "CfgTRES", "AllocTRES")
+    row = _pairs(line, keys)
+    what = f"node {row['NodeName']}"
+    optional = _pairs(line, (), ("GresUsed", "Partitions"))
+    used = optional.get("GresUsed")
+    # without -d's GresUsed (other versions) the count is known only where the site tracks gres/gpu
+    allocated = count_gpus(used) if used is not None else parse_tres(row["AllocTRES"]).get("gres/gpu", 0)
+    parts = optional.get("Partitions", "")
+    return Node(
+        name=row["NodeName"], states=parse_node_states(row["State"]),
+        partitions=frozenset(parts.split(",")) - {""}, gpu_type=gpu_type(row["Gres"]), gpus=count_gpus(row["Gres"]),
+        gpus_allocated=allocated, cpus=_integer(f"{what} CPUTot", row["CPUTot"]),
+        cpus_allocated=_integer(f"{what} CPUAlloc", row["CPUAlloc"]),
+        memory_mb=_integer(f"{what} RealMemory", row["RealMemory"]),
+        memory_allocated_mb=_integer(f"{what} AllocMem", row["AllocMem"]))
+
+
+_NODE_MARKS = {"*": "not_responding", "~": "powered_down", "#": "powering_up", "!": "power_down", "%": "powering_down",
+               "$": "maint", "@": "reboot", "^": "reboot", "-": "planned"}
+
+
+def parse_node_states(text: str) -> frozenset[str]:
+    """'IDLE+DRAIN', 'DOWN*', 'MIXED+NOT_RESPONDING' as lower-case words, the trailing marks spelled out."""
+    words = set()
+    for word in text.split("+"):
+        bare = word.rstrip("".join(_NODE_MARKS))
+        words |= {_NODE_MARKS[mark] for mark in word[len(bare):]}
+        if not re.fullmatch(r"[A-Z_]+", bare):
+            raise ClusterUnavailable(f"unknown node state {text!r}")
+        words.add(bare.lower())
+    return frozenset(words)
+
+
+def parse_partitions(stdout: str) -> tuple[Partition, ...]:
+    """Partitions from `partitions_argv`, sorted by name."""
+    parts = (_partition(line) for line in _lines("scontrol show partition", stdout))
+    return tuple(sorted(parts, key=lambda part: part.name))
+
+
+def _partition(line: str) -> Partition:
+    row = _pairs(line, ("PartitionName", "GraceTime", "MaxTime", "Nodes", "PriorityTier", "PreemptMode", "State"))
+    what = f"partition {row['PartitionName']}"
+    return Partition(
+        name=row["PartitionName"], nodes=frozenset(() if row["Nodes"] in _NOTHING else expand(row["Nodes"])),
+        priority_tier=_integer(f"{what} PriorityTier", row["PriorityTier"]),
+        preempt_mode=_preempt_mode(row["PreemptMode"]), grace_s=float(_integer(f"{what} GraceTime", row["GraceTime"])),
+        max_time_s=parse_duration(row["MaxTime"]), up=row["State"] == "UP")
+
+
+def _preempt_mode(text: str) -> PreemptMode:
+    words = set(text.split(",")) - {"GANG", "WITHIN"}
+    if not words:
+        return PreemptMode.OFF
+    if len(words) > 1 or not words <= set(PreemptMode):
+        raise ClusterUnavailable(f"unknown PreemptMode {text!r}")
+    return PreemptMode(words.pop())
+
+
+def parse_info(stdout: str, *, user: str, backend: str = "slurm") -> ClusterInfo:
+    """What `scontrol show config` says about versions and preemption."""
+    row = dict(re.findall(r"^(\S+) *= (.*?) *$", stdout, re.M))
+    try:
+        return ClusterInfo(
+            name=row["ClusterName"], backend=backend, version=row["SLURM_VERSION"], preempt_type=row["PreemptType"],
+            kill_wait_s=_seconds(row["KillWait"]), message_timeout_s=_seconds(row["MessageTimeout"]), user=user)
+    except KeyError as error:
+        raise ClusterUnavailable(f"scontrol show config has no {error}") from error
+
+
+# ---- numbers --------------------------------------------------------------------------------------------------------
+
+def parse_duration(text: str) -> float:
+    """Seconds from 'M', 'M:S', 'H:M:S', 'D-H', 'D-H:M', 'D-H:M:S'; infinite when unlimited, 0 when not set."""
+    if text in _UNLIMITED:
+        return INFINITE_S
+    if text in _NOTHING or text == "Partition_Limit":
+        return 0.0
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if match is None:
+        raise ClusterUnavailable(f"not a duration: {text!r}")
+    parts = [int(part) for part in match.groups()[1:] if part is not None]
+    if match[1] is not None:
+        hours, minutes, seconds = [*parts, 0, 0][:3]
+        return float(int(match[1]) * 86400 + hours * 3600 + minutes * 60 + seconds)
+    hours, minutes, seconds = {1: [0, *parts, 0], 2: [0, *parts], 3: parts}[len(parts)]
+    return float(hours * 3600 + minutes * 60 + seconds)
+
+
+def parse_tres(text: str) -> dict[str, int]:
+    """'cpu=4,node=1,gres/gpu=2' as counts; typed entries ('gres/gpu:h100=2') and memory are left out."""
+    pairs = (item.partition("=") for item in text.split(",") if "=" in item)
+    return {key: int(value) for key, _, value in pairs if value.isdigit() and ":" not in key}
+
+
+def count_gpus(text: str) -> int:
+    """GPUs in a Gres text: 'gpu:h100:4(S:0-1)', 'gres:gpu:2', 'gres/gpu:h100=1', 'gpu', several joined by commas."""
+    return sum(count for _, count in _gpu_items(text))
+
+
+def gpu_type(text: str) -> str:
+    """The first GPU's type in a Gres text, or ''."""
+    return next((kind for kind, _ in _gpu_items(text)), "")
+
+
+def _gpu_items(text: str) -> Iterable[tuple[str, int]]:
+    if text in _NOTHING:
+        return
+    for item in re.sub(r"\([^)]*\)", "", text).split(","):
+        match = re.fullmatch(r"(?:gres[:/])?gpu(?:[:/]([A-Za-z][\w.-]*))?(?:[:=](\d+))?", item.strip())
+        if match is not None:
+            yield match[1] or "", int(match[2]) if match[2] is not None else 1
+
+
+def _integer(what: str, text: str) -> int:
+    value = text.strip()
+    if not re.fullmatch(r"-?\d+", value):
+        raise ClusterUnavailable(f"{what} is not a number: {text[:100]!r}")
+    return int(value)
+
+
+def _seconds(text: str) -> float:
+    match = re.match(r"(\d+) sec", text)
+    if match is None:
+        raise ClusterUnavailable(f"not a time in seconds: {text!r}")
+    return float(match[1])
+
+
+def _time(text: str) -> float:
+    """Unix seconds; 0 when Slurm has none ('N/A', 'Unknown')."""
+    return 0.0 if text in _NOTHING else float(_integer("a time", text))
+
+
+def _exit_code(text: str) -> int:
+    """The shell's view (128 + signal) of the wait status that squeue prints."""
+    status = 0 if text in _NOTHING else _integer("exit_code", text)
+    signum = status & 0x7F
+    return 128 + signum if signum else status >> 8 & 0xFF
+
+
+def _lines(what: str, stdout: str) -> list[str]:
+    if not stdout.endswith("\n"):
+        raise ClusterUnavailable(f"{what}: the answer is empty or truncated")
+    return [line for line in stdout.split("\n") if line.strip()]
+
+
+def _pairs(line: str, required: Sequence[str], optional: Sequence[str] = ()) -> dict[str, str]:
+    """The first value of each key in a one-line record. Free text (OS, Reason, Comment) comes after or is not asked for."""
+    found: dict[str, str] = {}
+    for key, value in re.findall(r"(?:^| )([A-Za-z/]+)=(\S*)", line):
+        if (key in required or key in optional) and key not in found:
+            found[key] = value
+    missing = [key for key in required if key not in found]
+    if missing:
+        raise ClusterUnavailable(f"a record has no {', '.join(missing)}: {line[:120]!r}")
+    return found

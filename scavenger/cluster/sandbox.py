@@ -1,0 +1,399 @@
+"""A private, throw-away, real Slurm on one machine, as the current user.
+
+`SlurmSandbox` is the handle: it starts `python -m scavenger.cluster.sandbox` and talks to it over two pipes. The helper
+(`serve`) owns the daemons. It is a process of its own because it adopts and reaps orphaned job steps, which must not
+reap children of the program that uses it; and it ends everything when its stdin closes, so the cluster dies with its
+user even when that was killed with SIGKILL. Nothing is written outside the sandbox's folder.
+
+Knows nothing of harvesting or training. Slurm must be installed (see `missing_slurm`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pwd
+import re
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import IO, Self
+
+import msgspec
+
+from scavenger.cluster import procs
+from scavenger.cluster.layout import Layout, decode_layout, demo_layout, encode_layout
+from scavenger.cluster.sandbox_conf import Site, gres_conf, slurm_conf
+from scavenger.errors import ClusterError, ScavengerError
+
+INSTALL = "apt-get install -y --no-install-recommends munge slurmctld slurmd slurm-client slurm-wlm-basic-plugins"
+_BINARIES = ("munged", "slurmctld", "slurmd", "slurmstepd", "sinfo", "scontrol", "sbatch", "squeue", "scancel")
+_PLUGINS = ("/usr/lib/x86_64-linux-gnu/slurm-wlm", "/usr/lib/aarch64-linux-gnu/slurm-wlm", "/usr/lib64/slurm",
+            "/usr/lib/slurm", "/usr/local/lib/slurm")
+_START_S = 60.0
+
+
+def _search_path() -> str:
+    return os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin", "/usr/local/sbin"])
+
+
+def missing_slurm() -> str:
+    """Why no private Slurm can run here, in one line; empty when it can."""
+    absent = [name for name in _BINARIES if shutil.which(name, path=_search_path()) is None]
+    if absent:
+        return f"Slurm is not installed here: no {', '.join(absent)} on PATH"
+    if not any(os.path.isdir(path) for path in _PLUGINS):
+        return f"Slurm's plugins are not installed here: none of {', '.join(_PLUGINS)}"
+    return ""
+
+
+def slurm_environment(base: Mapping[str, str]) -> dict[str, str]:
+    """`base` without the variables by which an outer Slurm (or its user) would steer daemons and commands."""
+    steering = ("SLURM", "SBATCH", "SALLOC", "SQUEUE", "SINFO", "SCANCEL", "SCONTROL", "PMI", "OMPI_")
+    return {key: value for key, value in base.items() if not key.startswith(steering)}
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """The one line a sandbox prints when every node is idle. `daemons` maps a name ('slurmctld', 'slurmd.node0') to a pid."""
+
+    conf: str
+    dir: str
+    pid: int
+    daemons: dict[str, int]
+
+
+class SlurmSandbox:
+    """A running private Slurm, as a context manager. Commands run with `env=sandbox.env` reach it and no other."""
+
+    def __init__(self, layout: Layout | None = None, *, keep_dir: Path | None = None) -> None:
+        self.layout = layout or demo_layout()
+        self._keep_dir = keep_dir
+        self._process: subprocess.Popen[bytes] | None = None
+        self._ready: Ready | None = None
+
+    @property
+    def ready(self) -> Ready:
+        if self._ready is None:
+            raise ClusterError("the private Slurm is not running", "use SlurmSandbox as a context manager, or start()")
+        return self._ready
+
+    @property
+    def dir(self) -> Path:
+        return Path(self.ready.dir)
+
+    @property
+    def env(self) -> dict[str, str]:
+        """An environment for Slurm commands and for programs that run them."""
+        return {**slurm_environment(os.environ), "SLURM_CONF": self.ready.conf, "PATH": _search_path()}
+
+    def start(self) -> Self:
+        """Boot the cluster and wait until every node is idle. Raises `ClusterError` with Slurm's words if it does not."""
+        why = missing_slurm()
+        if why:
+            raise ClusterError(why, INSTALL)
+        argv = [sys.executable, "-m", "scavenger.cluster.sandbox", "--layout", encode_layout(self.layout)]
+        if self._keep_dir is not None:
+            argv += ["--dir", str(self._keep_dir)]
+        # a session of its own: a Ctrl-C at the terminal reaches the user's program, which then closes the pipe
+        process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        self._process = process
+        try:
+            assert process.stdout is not None
+            line = _read_line(process.stdout, _START_S + 10)
+            if not line:
+                raise ClusterError(f"the private Slurm did not start (exit status {process.wait(10)})",
+                                   "its own message is above; scripts/slurm-sandbox --dir DIR keeps the daemons' logs")
+            self._ready = msgspec.json.decode(line, type=Ready)
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def stop(self) -> None:
+        """End every daemon, step and job process and remove the folder. Idempotent."""
+        process, self._process, self._ready = self._process, None, None
+        if process is None:
+            return
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(30)
+        finally:
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    def run(self, *argv: str, stdin: str | None = None, check: bool = True) -> str:
+        """Run one Slurm command against this cluster and return its output. Raises `ClusterError` with its words."""
+        done = subprocess.run(argv, env=self.env, input=stdin, capture_output=True, text=True, timeout=60, check=False,
+                              cwd=self.dir)
+        if check and done.returncode != 0:
+            raise ClusterError(f"{argv[0]}: {done.stderr.strip() or done.returncode}")
+        return done.stdout
+
+    def down_node(self, name: str) -> None:
+        """Slurm takes the node for lost: its jobs end in NODE_FAIL and are requeued, with no notice from Slurm."""
+        self.run("scontrol", "update", f"NodeName={name}", "State=DOWN", "Reason=sandbox")
+
+    def resume_node(self, name: str) -> None:
+        self.run("scontrol", "update", f"NodeName={name}", "State=RESUME")
+
+    def kill_steps(self, job_id: int) -> tuple[int, ...]:
+        """SIGKILL every process of a job and its slurmstepds, with no notice at all; return their pids.
+
+        Slurm itself notices only later; follow with `down_node` to lose the node as well.
+        """
+        mine = re.compile(rf"slurmstepd: \[{job_id}\.")
+        table = procs.snapshot()
+        steps = [pid for pid in procs.descendants(self.ready.pid, table) if mine.match(procs.title(pid))]
+        return procs.kill_trees(steps)
+
+    def freeze_controller(self) -> None:
+        """SIGSTOP slurmctld: commands time out, as with a controller that hangs."""
+        procs.send([self.ready.daemons["slurmctld"]], signal.SIGSTOP)
+
+    def thaw_controller(self) -> None:
+        procs.send([self.ready.daemons["slurmctld"]], signal.SIGCONT)
+
+
+def _read_line(pipe: IO[bytes], timeout_s: float) -> bytes:
+    """One line from a pipe, or b'' at end of file or when the deadline passes."""
+    deadline, data = time.monotonic() + timeout_s, b""
+    while not data.endswith(b"\n"):
+        if not select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            return b""
+        byte = os.read(pipe.fileno(), 1)
+        if not byte:
+            return b""
+        data += byte
+    return data
+
+
+class _Daemons:
+    """The daemons of one sandbox: every one a direct child in the foreground, so that teardown is exact."""
+
+    def __init__(self, layout: Layout, base: Path) -> None:
+        self.layout, self.dir = layout, base
+        self.children: dict[str, subprocess.Popen[bytes]] = {}
+        port = _free_ports(len(layout.nodes) + 1)
+        plugins = next(path for path in _PLUGINS if os.path.isdir(path))
+        user = pwd.getpwuid(os.getuid()).pw_name
+        self.site = Site(str(base), socket.gethostname().split(".")[0], user, plugins, port)
+        self.conf = base / "etc/slurm.conf"
+        self.env = {**slurm_environment(os.environ), "SLURM_CONF": str(self.conf), "PATH": _search_path()}
+
+    def write_files(self) -> None:
+        for name in ("etc", "run", "log", "state", "dev", "munge"):
+            (self.dir / name).mkdir(parents=True, exist_ok=True)
+        for node in self.layout.nodes:
+            for name in ("spool", "tmp"):
+                (self.dir / name / node).mkdir(parents=True, exist_ok=True)
+        for gpu in range(self.layout.gpus):
+            link = self.dir / "dev" / f"nvidia{gpu}"
+            link.unlink(missing_ok=True)
+            link.symlink_to("/dev/null")
+        key = self.dir / "munge/munge.key"
+        key.touch(mode=0o600)
+        key.write_bytes(os.urandom(1024))
+        self.conf.write_text(slurm_conf(self.layout, self.site))
+        (self.dir / "etc/gres.conf").write_text(gres_conf(self.layout, self.site))
+        (self.dir / "etc/cgroup.conf").write_text("CgroupAutomount=no\n")
+
+    def spawn(self, name: str, *argv: str) -> None:
+        binary = shutil.which(argv[0], path=self.env["PATH"])
+        assert binary is not None
+        with open(self.dir / "log" / f"{name}.out", "ab") as log:
+            self.children[name] = subprocess.Popen(
+                [binary, *argv[1:]], env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                start_new_session=True, preexec_fn=procs.die_with_parent)  # this process has one thread
+
+    def start(self) -> None:
+        run, munge = self.dir / "run", self.dir / "munge"
+        deadline = time.monotonic() + _START_S
+        self.spawn("munged", "munged", "--foreground", "--force", "--num-threads=4", f"--key-file={munge}/munge.key",
+                   f"--socket={run}/munge.socket", f"--pid-file={run}/munged.pid",
+                   f"--log-file={self.dir}/log/munged.log", f"--seed-file={munge}/munge.seed")
+        self.wait_for("munged's socket", deadline, lambda: (run / "munge.socket").exists())
+        self.spawn("slurmctld", "slurmctld", "-D", "-c", "-f", str(self.conf))
+        # a slurmd that finds no controller sleeps for a whole second
+        self.wait_for("slurmctld's port", deadline, lambda: _listens(self.site.port))
+        stepd = shutil.which("slurmstepd", path=self.env["PATH"])
+        for node in self.layout.nodes:
+            self.spawn(f"slurmd.{node}", "slurmd", "-D", "-N", node, "-f", str(self.conf), "-d", str(stepd))
+        self.wait_for("idle nodes", deadline, self.all_idle)
+
+    def all_idle(self) -> bool:
+        done = subprocess.run(["sinfo", "-h", "-a", "-N", "-o", "%N %T"], env=self.env, capture_output=True, text=True,
+                              timeout=20, check=False)
+        idle = {line.split()[0] for line in done.stdout.splitlines() if line.endswith(" idle")}
+        return idle == set(self.layout.nodes)
+
+    def wait_for(self, what: str, deadline: float, condition: Callable[[], bool]) -> None:
+        while not condition():
+            dead = [name for name, child in self.children.items() if child.poll() is not None]
+            if dead:
+                raise ClusterError(f"{dead[0]} ended while starting:\n{self.errors(dead[0])}")
+            if time.monotonic() > deadline:
+                raise ClusterError(f"the private Slurm has no {what} after {_START_S:.0f} s:\n{self.errors('slurmctld')}")
+            time.sleep(0.01)
+
+    def errors(self, name: str) -> str:
+        """The last error lines of a daemon's own log."""
+        files = [self.dir / "log" / f"{name}{suffix}" for suffix in (".log", ".out")]
+        text = "\n".join(path.read_text(errors="replace") for path in files if path.exists())
+        return "\n".join([line for line in text.splitlines() if re.search("fatal|error", line, re.I)][-5:])
+
+    def stop(self) -> None:
+        """Controller first (a throw-away cluster needs no orderly end), then nodes, then every step and what it runs."""
+        self._end([name for name in self.children if name == "slurmctld"], signal.SIGKILL)
+        self._end([name for name in self.children if name.startswith("slurmd.")], signal.SIGTERM)
+        own = {child.pid for child in self.children.values()}
+        while True:  # steps, and what they started, are our descendants: we are their reaper
+            left = [p for p in procs.descendants(os.getpid(), procs.snapshot()) if p not in own]
+            if not left:
+                break
+            procs.kill_trees(left)
+            reap(own)
+            time.sleep(0.01)
+        self._end(["munged"], signal.SIGTERM)
+
+    def _end(self, names: list[str], sig: signal.Signals) -> None:
+        alive = [child for name, child in self.children.items() if name in names and child.poll() is None]
+        for child in alive:
+            child.send_signal(signal.SIGCONT)  # a frozen daemon would not act on the next signal
+            child.send_signal(sig)
+        for child in alive:
+            try:
+                child.wait(5)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+
+
+def reap(keep: set[int]) -> None:
+    """Collect ended processes that we adopted, leaving our daemons' statuses to their `Popen`."""
+    while True:
+        try:
+            info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return
+        if info is None or info.si_pid in keep:
+            return
+        os.waitpid(info.si_pid, 0)
+
+
+def _free_ports(count: int) -> int:
+    """The first of `count` consecutive free TCP ports below the ephemeral range (a port range in slurm.conf is consecutive)."""
+    for base in range(20000 + os.getpid() % 7000, 32000, count):
+        if all(not _in_use(port) for port in range(base, base + count)):
+            return base
+    raise ClusterError(f"no {count} consecutive free TCP ports between 20000 and 32000", "stop what holds them")
+
+
+def _in_use(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return True
+        return False
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+class _Stop(Exception):
+    """A signal asked the sandbox to end."""
+
+
+def _raise_stop(signum: int, frame: FrameType | None) -> None:
+    raise _Stop(signal.Signals(signum).name)
+
+
+def serve(layout: Layout, base: Path, *, watch_stdin: bool) -> None:
+    """Boot, print one line of JSON (`Ready`), and run until SIGTERM, SIGINT, SIGHUP or, with `watch_stdin`, end of file."""
+    procs.become_subreaper()
+    for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(sig, _raise_stop)
+    daemons = _Daemons(layout, base)
+    try:
+        daemons.write_files()
+        daemons.start()
+        pids = {name: child.pid for name, child in daemons.children.items()}
+        sys.stdout.buffer.write(msgspec.json.encode(Ready(str(daemons.conf), str(base), os.getpid(), pids)) + b"\n")
+        sys.stdout.flush()
+        _watch(daemons, watch_stdin)
+    except _Stop:
+        return
+    finally:
+        for sig in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(sig, signal.SIG_IGN)
+        daemons.stop()
+
+
+def _watch(daemons: _Daemons, watch_stdin: bool) -> None:
+    reported: set[str] = set()
+    while True:
+        readable = select.select([0] if watch_stdin else [], [], [], 0.25)[0]
+        if readable and not os.read(0, 4096):
+            return
+        for name, child in daemons.children.items():
+            if child.poll() is not None and name not in reported:
+                reported.add(name)
+                sys.stderr.write(f"sandbox: {name} ended with status {child.returncode}\n{daemons.errors(name)}\n")
+        reap({child.pid for child in daemons.children.values() if child.returncode is None})
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="slurm-sandbox", description="Run a private Slurm until stdin closes or Ctrl-C.")
+    parser.add_argument("--nodes", type=int, default=4)
+    parser.add_argument("--gpus", type=int, default=4, help="fake GPUs a node")
+    parser.add_argument("--cpus", type=int, default=64, help="CPUs a node claims")
+    parser.add_argument("--grace", type=float, default=10.0, help="GraceTime of the partition 'scavenge', seconds")
+    parser.add_argument("--requeue-delay", type=float, default=6.0, help="seconds a requeued job waits, at least 6")
+    parser.add_argument("--layout", default="", help="a whole layout as JSON; replaces the options above")
+    parser.add_argument("--dir", type=Path, default=None, help="use and keep this folder (default: a temporary one)")
+    parser.add_argument("--ignore-stdin", action="store_true", help="go on when stdin closes")
+    return parser
+
+
+def main() -> int:
+    args = _parser().parse_args()
+    try:
+        why = missing_slurm()
+        if why:
+            raise ClusterError(why, INSTALL)
+        layout = decode_layout(args.layout) if args.layout else demo_layout(
+            nodes=args.nodes, gpus=args.gpus, cpus=args.cpus, grace_s=args.grace, requeue_delay_s=args.requeue_delay)
+        if args.dir is not None:
+            serve(layout, args.dir.resolve(), watch_stdin=not args.ignore_stdin)
+            return 0
+        base = Path(tempfile.mkdtemp(prefix="slurm-sandbox-")).resolve()
+        try:
+            serve(layout, base, watch_stdin=not args.ignore_stdin)
+        finally:
+            shutil.rmtree(base)
+    except ScavengerError as error:
+        sys.stderr.write(f"slurm-sandbox: {error}\n")
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

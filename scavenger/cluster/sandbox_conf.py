@@ -1,0 +1,113 @@
+"""Pure: Slurm's configuration text for a private cluster, built from a `Layout`.
+
+Owns the choice of every Slurm setting of the sandbox. Knows nothing of processes; writes no file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scavenger.cluster.layout import Layout, PartitionLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a sandbox lives: its folder, host name, user, plugin folder and first of `1 + nodes` consecutive ports."""
+
+    dir: str
+    host: str
+    user: str
+    plugins: str
+    port: int
+
+
+def cred_expire_s(layout: Layout) -> int:
+    """Slurm holds a requeued job back for `cred_expire + 1` seconds.
+
+    Values below 5 are refused by every daemon, which then silently use 120 (measured on 22.05), so 6 s is the floor.
+    """
+    return max(5, _ceil(layout.requeue_delay_s) - 1)
+
+
+_GLOBAL = """\
+ClusterName={layout.cluster_name}
+SlurmctldHost={site.host}(127.0.0.1)
+SlurmctldPort={site.port}
+SlurmUser={site.user}
+SlurmdUser={site.user}
+AuthType=auth/munge
+CredType=cred/munge
+AuthInfo=socket={site.dir}/run/munge.socket,cred_expire={cred_expire}
+PluginDir={site.plugins}
+StateSaveLocation={site.dir}/state
+SlurmdSpoolDir={site.dir}/spool/%n
+TmpFS={site.dir}/tmp/%n
+SlurmctldPidFile={site.dir}/run/slurmctld.pid
+SlurmdPidFile={site.dir}/run/slurmd.%n.pid
+SlurmctldLogFile={site.dir}/log/slurmctld.log
+SlurmdLogFile={site.dir}/log/slurmd.%n.log
+SlurmctldDebug=info
+SlurmdDebug=info
+LogTimeFormat=iso8601_ms
+MailProg=/bin/true
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SwitchType=switch/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+GresTypes=gpu
+SlurmdParameters=config_overrides
+ReturnToService=1
+JobRequeue=1
+KillWait={kill_wait}
+MessageTimeout={message_timeout}
+MinJobAge=300
+SlurmctldTimeout=30
+SlurmdTimeout=60
+InactiveLimit=0
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SchedulerType=sched/backfill
+SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0,bf_interval=1
+PriorityType=priority/basic
+"""
+
+
+def slurm_conf(layout: Layout, site: Site) -> str:
+    """`slurm.conf` for this layout. Grace and waits are whole seconds in Slurm: fractions are rounded up."""
+    head = _GLOBAL.format(
+        layout=layout, site=site, cred_expire=cred_expire_s(layout), kill_wait=_ceil(layout.kill_wait_s),
+        message_timeout=_ceil(layout.message_timeout_s))
+    sockets, cores = (2, layout.cpus // 2) if layout.cpus % 2 == 0 else (1, layout.cpus)
+    gres = f" Gres=gpu:{layout.gpu_type}:{layout.gpus}" if layout.gpus else ""
+    nodes = [
+        f"NodeName={name} NodeHostname={site.host} NodeAddr=127.0.0.1 Port={site.port + 1 + i} CPUs={layout.cpus} "
+        f"Boards=1 SocketsPerBoard={sockets} CoresPerSocket={cores} ThreadsPerCore=1 RealMemory=1000000{gres} "
+        "State=UNKNOWN"
+        for i, name in enumerate(layout.nodes)
+    ]
+    parts = [_partition(part, default=part.name == layout.partitions[0].name) for part in layout.partitions]
+    return head + "\n".join(nodes + parts) + "\n"
+
+
+def gres_conf(layout: Layout, site: Site) -> str:
+    """`gres.conf`: Slurm stats each File, and a link to a character device is one."""
+    lines = ["AutoDetect=off"]
+    if layout.gpus:
+        files = f"{site.dir}/dev/nvidia[0-{layout.gpus - 1}]" if layout.gpus > 1 else f"{site.dir}/dev/nvidia0"
+        lines += [f"NodeName={name} Name=gpu Type={layout.gpu_type} File={files}" for name in layout.nodes]
+    return "\n".join(lines) + "\n"
+
+
+def _partition(part: PartitionLayout, *, default: bool) -> str:
+    limit = f"{_ceil(part.max_time_s / 60)}" if part.max_time_s else "INFINITE"
+    return (f"PartitionName={part.name} Nodes={','.join(part.nodes)} Default={'YES' if default else 'NO'} "
+            f"MaxTime={limit} DefaultTime={limit if part.max_time_s else 60} PriorityTier={part.priority_tier} "
+            f"PreemptMode={part.preempt_mode} GraceTime={_ceil(part.grace_s)} State=UP")
+
+
+def _ceil(value: float) -> int:
+    return int(-(-value // 1))
