@@ -31,16 +31,12 @@ PURE = (
     "scavenger/router/placement.py",
     "scavenger/router/offload.py",
 )
-# A pure module gets time, randomness and the outside world as arguments.
+# A pure module gets time, randomness and the outside world as arguments; so does all that it imports of ours.
 IMPURE_MODULES = {
     "alembic", "asyncio", "concurrent", "http", "multiprocessing", "os", "queue", "random", "secrets", "select",
     "selectors", "shutil", "signal", "socket", "sqlalchemy", "sqlite3", "ssl", "subprocess", "tempfile", "threading",
     "time", "urllib", "uuid", "zmq",
 }  # fmt: skip
-# What a pure module may take from the control plane, beside other pure modules and the package itself. Settings count as
-# data: the models are handed in, the reading of files is done by the caller.
-PURE_MAY_USE = {"scavenger.errors", "scavenger.config", "scavenger.cluster.port"}
-
 PICKLERS = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"}
 SHELLS = {"os.system", "os.popen", "subprocess.getoutput", "subprocess.getstatusoutput"}
 SHELLS |= {"asyncio.create_subprocess_shell"}
@@ -94,7 +90,8 @@ def imports(path: Path) -> Iterator[Import]:
             prefix = ".".join([*base, *(node.module.split(".") if node.module else [])])
             yield from (Import(f"{prefix}.{alias.name}", where) for alias in node.names)
         elif isinstance(node, ast.Call) and dotted(node.func) in IMPORTERS:
-            yield from (Import(arg.value, where) for arg in node.args[:1] if isinstance(arg, ast.Constant))
+            literals = [arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)]
+            yield from (Import(name, where) for name in literals if isinstance(name, str))
 
 
 def dotted(node: ast.expr) -> str:
@@ -111,11 +108,6 @@ def calls(path: Path) -> Iterator[tuple[str, ast.Call, str]]:
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Call):
             yield dotted(node.func), node, f"{path.relative_to(ROOT)}:{node.lineno}"
-
-
-def module_of(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def base_requirements() -> set[str]:
@@ -172,18 +164,40 @@ def test_the_trainer_reaches_an_engine_only_in_its_single_process_debug_mode() -
     assert not offenders, told(offenders)
 
 
-def test_pure_modules_import_no_io_and_no_driver() -> None:
-    pure = sources(*PURE)
-    allowed = {module_of(path) for path in pure} | PURE_MAY_USE
-    offenders = []
-    for path in pure:
-        for found in imports(path):
-            impure = found.name.split(".")[0] in IMPURE_MODULES
-            # `from scavenger.wire import Hello` names the module or something in it.
-            driver = found.is_in("scavenger") and not any(found.is_in(module) for module in allowed)
-            if impure or driver:
-                offenders.append(f"{found.where} imports {found.name}")
-    assert not offenders, told(offenders)
+def file_of(found: Import) -> Path | None:
+    """The file of ours that an import loads: `a.b.c` is module `a.b.c`, or the name `c` in module `a.b`."""
+    parts = found.name.split(".")
+    for length in (len(parts), len(parts) - 1):
+        stem = ROOT.joinpath(*parts[:length])
+        for candidate in (stem.with_suffix(".py"), stem / "__init__.py"):
+            if length and candidate.exists():
+                return candidate
+    return None
+
+
+def reached_from(path: Path) -> dict[Path, str]:
+    """Every module of ours that importing `path` loads, with the chain of imports that leads there."""
+    chains = {path: path.relative_to(ROOT).as_posix()}
+    todo = [path]
+    while todo:
+        here = todo.pop()
+        for found in imports(here):
+            target = file_of(found) if found.name.split(".")[0] in PACKAGES else None
+            if target is not None and target not in chains:
+                chains[target] = f"{chains[here]} -> {target.relative_to(ROOT).as_posix()}"
+                todo.append(target)
+    return chains
+
+
+def test_pure_modules_reach_no_io_and_hence_no_driver() -> None:
+    offenders = {
+        f"{chain} imports {found.name}"
+        for pure in sources(*PURE)
+        for module, chain in reached_from(pure).items()
+        for found in imports(module)
+        if found.name.split(".")[0] in IMPURE_MODULES
+    }
+    assert not offenders, told(sorted(offenders))
 
 
 def test_pure_modules_read_no_clock() -> None:
@@ -232,3 +246,18 @@ def test_every_python_folder_is_a_package_so_that_a_wheel_holds_it() -> None:
         if not (folder / "__init__.py").exists() and "migrations" not in folder.parts
     ]
     assert not lacking, f"no __init__.py in {lacking}"
+
+
+def test_no_two_test_modules_have_one_name_and_none_hides_a_package_of_ours() -> None:
+    # pytest imports a test by its path below the first folder without __init__.py.
+    names: dict[str, Path] = {}
+    for path in sources("tests/**/*.py"):
+        parts = [] if path.stem == "__init__" else [path.stem]
+        folder = path.parent
+        while (folder / "__init__.py").exists():
+            parts.insert(0, folder.name)
+            folder = folder.parent
+        name = ".".join(parts)
+        assert parts[0] not in PACKAGES, f"{path.relative_to(ROOT)} hides the package {parts[0]}: remove its __init__.py"
+        assert path.stem == "conftest" or name not in names, f"{path} and {names[name]} are both module {name}"
+        names[name] = path

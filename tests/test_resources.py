@@ -15,8 +15,9 @@ from scavenger import resources
 from scavenger.errors import ScavengerError
 
 ROOT = Path(__file__).resolve().parents[1]
-SHIPPED = ("sql/**/*.sql", "scripts/*.j2", "scripts/*.sbatch", "scripts/*.service", "scavenger/**/*.py", "rollout/**/*.py")
-SHIPPED += ("trainer/**/*.py",)
+PACKAGES = ("scavenger", "rollout", "trainer")
+SHIPPED = ["sql/**/*.sql", "scripts/*.j2", "scripts/*.sbatch", "scripts/*.service", "examples/**/*.toml"]
+SHIPPED += [f"{package}/**/*.{suffix}" for package in PACKAGES for suffix in ("py", "mako", "html", "j2", "ini")]
 
 
 def shipped() -> list[str]:
@@ -30,7 +31,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     copy = folder / "source"
     copy.mkdir()
-    for name in ("scavenger", "rollout", "trainer", "sql", "scripts", "examples"):
+    for name in (*PACKAGES, "sql", "scripts", "examples"):
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("setup.py", "pyproject.toml", "LICENSE", "README.md"):
@@ -56,7 +57,7 @@ def pip(arguments: list[str]) -> None:
 
 def test_a_clone_finds_its_own_files() -> None:
     assert [resources.path(name) for name in shipped()] == [ROOT / name for name in shipped()]
-    assert resources.path("sql") == ROOT / "sql"
+    assert resources.path("scripts") == ROOT / "scripts"
 
 
 def test_an_installed_wheel_finds_every_file_that_the_clone_has(installed: Path, tmp_path: Path) -> None:
@@ -82,7 +83,7 @@ def test_an_installed_wheel_finds_every_file_that_the_clone_has(installed: Path,
 def test_a_wheel_holds_only_our_packages_and_its_licence(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
-    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"scavenger", "rollout", "trainer"}
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == set(PACKAGES)
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
     assert not [name for name in names if "__pycache__" in name or "/tests/" in name]
 
