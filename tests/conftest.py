@@ -1,0 +1,49 @@
+"""A test that needs a service says so by a marker. Where the service is missing the test is skipped with the reason, unless
+`SCAVENGER_REQUIRE` (comma-separated; set by .ci/run) names the service: then the test fails, so that CI cannot pass by
+skipping."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+SLURM = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol")
+
+
+def lacks(*programs: str) -> str:
+    """Names the programs that are neither on PATH, nor where Debian keeps daemons, nor in this venv; empty when none."""
+    folders = [os.environ.get("PATH", ""), "/usr/sbin", "/sbin", str(Path(sys.executable).parent)]
+    missing = [program for program in programs if shutil.which(program, path=os.pathsep.join(folders)) is None]
+    return f"no {', '.join(missing)} here" if missing else ""
+
+
+SERVICES = {
+    "slurm": lambda: lacks(*SLURM),
+    "mpi": lambda: lacks("mpirun"),
+    "gpu": lambda: "" if Path("/dev/nvidia0").exists() else "no NVIDIA GPU here",
+}
+
+
+def required() -> set[str]:
+    return {name.strip() for name in os.environ.get("SCAVENGER_REQUIRE", "").split(",") if name.strip()}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    unknown = required() - SERVICES.keys()
+    if unknown:
+        raise pytest.UsageError(f"SCAVENGER_REQUIRE names {sorted(unknown)}; known are {sorted(SERVICES)}")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for service, missing in SERVICES.items():
+        if item.get_closest_marker(service) is None:
+            continue
+        reason = missing()
+        if reason and service in required():
+            pytest.fail(f"SCAVENGER_REQUIRE asks for {service}: {reason} (scripts/bootstrap installs it)", pytrace=False)
+        if reason:
+            pytest.skip(f"needs {service}: {reason}; scripts/bootstrap installs it on Debian and Ubuntu as root")
