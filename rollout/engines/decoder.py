@@ -1,0 +1,238 @@
+"""Continuous batching over one transformers model: admit, prefill, decode one token a request, release.
+
+Owns the model, its weights and the running batch. Blocking and single-threaded: `reference` calls it from one executor thread.
+Knows no clock and no event loop.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.models.auto.configuration_auto import AutoConfig
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+from rollout.engines.base import Delta, Request
+from rollout.engines.sampling import Draws, draw
+from rollout.engines.slots import SlotCache
+from scavenger.errors import EngineError
+from scavenger.weights.manifest import TensorView
+from scavenger.wire import EngineSpec
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+STORED = {**DTYPES, "float16": torch.float16}
+MAX_PREFILL_TOKENS = 8192  # padded tokens of one prefill pass: bounds its memory and how long it delays running requests
+
+
+@dataclass(slots=True)
+class _Row:
+    """One running request. `cached` entries are in its slot; `last` is the newest token, not yet in it."""
+
+    request: Request
+    draws: Draws
+    stops: frozenset[int]
+    cached: int = 0
+    last: int = -1
+    made: int = 0
+    tokens: list[int] = field(default_factory=list)
+
+    @property
+    def position(self) -> int:
+        return len(self.request.accepted) + self.made
+
+
+def parse_config(text: str) -> Any:
+    """A transformers config from the text of a config.json. Raises `EngineError`; never runs code that the text names."""
+    try:
+        values = json.loads(text)
+        model_type = values.pop("model_type")
+        config = AutoConfig.for_model(model_type, **values)
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise EngineError(f"the model's config.json cannot be used: {error}", "pass the config.json of a causal LM") from error
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if kinds - {"full_attention"}:
+        raise EngineError(
+            f"the reference engine computes full attention only; this model has {sorted(kinds)}", "use another engine"
+        )
+    return config
+
+
+def _wide_norms(model: nn.Module) -> None:
+    """Let RMSNorm compute in the model's own dtype: transformers' rounds through float32, which would throw float64 away."""
+
+    def wide(norm: Any) -> Any:
+        return lambda hidden: F.rms_norm(hidden, norm.weight.shape, norm.weight, norm.variance_epsilon)
+
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
+            module.forward = wide(module)
+
+
+def build_model(config: Any, dtype: torch.dtype, device: str) -> Any:
+    """The model of a config, uninitialised as far as the caller is concerned: weights come by `Decoder.load`."""
+    try:
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    except (ValueError, TypeError) as error:
+        raise EngineError(f"transformers cannot build this model: {error}", "use a causal LM that it knows") from error
+    model.eval().requires_grad_(False)
+    if dtype == torch.float64:
+        _wide_norms(model)
+    return model.to(device)
+
+
+class Decoder:
+    """The running batch. All methods are called from one thread."""
+
+    def __init__(self, spec: EngineSpec, device: str = "cpu") -> None:
+        if spec.dtype not in DTYPES:
+            raise EngineError(f"dtype {spec.dtype!r} is none of {sorted(DTYPES)}", "set another dtype for the engine")
+        self._device = device
+        self._max_batch = spec.max_batch
+        self._context_length = spec.context_length
+        self.config = parse_config(spec.model_config)
+        self._model = build_model(self.config, DTYPES[spec.dtype], device)
+        self._cache = SlotCache(spec.max_batch, spec.context_length)
+        self._rows: list[_Row] = []
+        self._waiting: list[Request] = []
+        self.loaded = False
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._model.get_output_embeddings().weight.shape[0])
+
+    @torch.inference_mode()
+    def load(self, tensors: Iterable[TensorView]) -> None:
+        """Replace every weight; raises `EngineError` when names, shapes or dtypes do not fit, and holds none then."""
+        self.loaded = False
+        self.clear()
+        state: dict[str, Tensor] = self._model.state_dict()
+        aliases: dict[int, list[str]] = defaultdict(list)
+        for name, tensor in state.items():
+            aliases[tensor.data_ptr()].append(name)
+        seen = set()
+        for view in tensors:
+            target = state.get(view.name)
+            if target is None or tuple(target.shape) != view.shape or view.dtype not in STORED:
+                fits = "is unknown to the model" if target is None else f"is {view.dtype}{view.shape}, not {tuple(target.shape)}"
+                raise EngineError(f"weight {view.name!r} {fits}", "publish weights of the run's own model")
+            source = torch.frombuffer(view.data, dtype=STORED[view.dtype]).reshape(view.shape)
+            if target.data_ptr() in seen and not torch.equal(target, source.to(target)):
+                raise EngineError(f"weight {view.name!r} is tied to another one and differs from it", "publish it once")
+            target.copy_(source)
+            seen.add(target.data_ptr())
+        missing = sorted(names[0] for pointer, names in aliases.items() if pointer not in seen)
+        if missing:
+            raise EngineError(f"{len(missing)} weights are missing, the first is {missing[0]!r}", "publish all weights")
+        self.loaded = True
+
+    def clear(self) -> None:
+        """Forget all requests and cache entries; gives the cache's memory back."""
+        self._rows, self._waiting = [], []
+        self._cache = SlotCache(self._max_batch, self._context_length)
+
+    def offload(self) -> None:
+        """Give the device's memory back; the weights wait in host memory."""
+        self.clear()
+        self._model.to("cpu")
+
+    def restore(self) -> None:
+        self._model.to(self._device)
+
+    @torch.inference_mode()
+    def step(self, joining: Sequence[Request], leaving: Sequence[int]) -> list[Delta]:
+        """One iteration: release `leaving`, give free slots to waiting requests, one new token for every running one."""
+        gone = set(leaving)
+        self._waiting = [r for r in (*self._waiting, *joining) if r.handle not in gone]
+        self._release([i for i, row in enumerate(self._rows) if row.request.handle in gone])
+        running = len(self._rows)
+        deltas, ended = self._decode() if running else ([], [])
+        fresh, over = self._prefill(running)
+        self._release([*ended, *over])
+        return [*deltas, *fresh]
+
+    def _decode(self) -> tuple[list[Delta], list[int]]:
+        rows = self._rows
+        positions = torch.tensor([row.cached for row in rows], device=self._device)
+        span = max(row.cached for row in rows) + 1
+        self._cache.decode(positions, span)
+        mask = (torch.arange(span, device=self._device)[None, :] <= positions[:, None])[:, None, None, :]
+        logits = self._forward(torch.tensor([[row.last] for row in rows], device=self._device), positions[:, None], mask)
+        for row in rows:
+            row.cached += 1
+        return self._sample(logits, 0)
+
+    def _prefill(self, first: int) -> tuple[list[Delta], list[int]]:
+        """Start as many waiting requests as there is room for; `first` is the first free slot."""
+        batch: list[_Row] = []
+        width = 0
+        while self._waiting and first + len(batch) < self._max_batch:
+            request = self._waiting[0]
+            length = len(request.prompt) + len(request.accepted)
+            if batch and max(width, length) * (len(batch) + 1) > MAX_PREFILL_TOKENS:
+                break
+            batch.append(_Row(self._waiting.pop(0), Draws(request.seed, request.key), frozenset(request.sampling.stop_token_ids)))
+            width = max(width, length)
+        if not batch:
+            return [], []
+        texts = [row.request.prompt + row.request.accepted for row in batch]
+        pads = torch.tensor([width - len(text) for text in texts], device=self._device)
+        ids = torch.tensor([(0,) * (width - len(text)) + text for text in texts], device=self._device)
+        steps = torch.arange(width, device=self._device)
+        # A padding entry attends to itself only: a row of the mask with nothing in it would be NaN.
+        seen = (steps[None, None, :] >= pads[:, None, None]) & (steps[None, :, None] >= steps[None, None, :])
+        mask = (seen | (steps[None, :, None] == steps[None, None, :]))[:, None]
+        self._cache.prefill(first, [len(text) for text in texts])
+        logits = self._forward(ids, (steps[None, :] - pads[:, None]).clamp(min=0), mask)
+        for row, text in zip(batch, texts, strict=True):
+            row.cached = len(text)
+        self._rows += batch
+        return self._sample(logits, first)
+
+    def _forward(self, ids: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
+        """Logits `[n, vocab]` of the last position."""
+        answer = self._model(
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=mask,
+            past_key_values=self._cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        logits: Tensor = answer.logits[:, -1]
+        return logits
+
+    def _sample(self, logits: Tensor, first: int) -> tuple[list[Delta], list[int]]:
+        """Draw for the rows from `first` on; returns their deltas and the rows that ended."""
+        rows = self._rows[first:]
+        drawn = draw(logits, [row.request.sampling for row in rows], [row.draws.uniform(row.position) for row in rows])
+        deltas, ended = [], []
+        for i, row in enumerate(rows):
+            handle, token = row.request.handle, drawn.tokens[i]
+            if drawn.bad[i]:
+                reason = f"the logits at answer position {row.position} are not finite"
+                deltas.append(Delta(handle, (), (), (), error=reason))
+                self._cache.wipe(first + i)
+                ended.append(first + i)
+                continue
+            row.last = token
+            row.made += 1
+            finish = "stop" if token in row.stops else "length" if row.made >= row.request.max_new_tokens else None
+            deltas.append(Delta(handle, (token,), (drawn.logprobs[i],), (drawn.raw_logprobs[i],), finish))
+            if finish:
+                ended.append(first + i)
+        return deltas, ended
+
+    def _release(self, indices: Sequence[int]) -> None:
+        """Free rows and close the gaps with rows from the end."""
+        for index in sorted(indices, reverse=True):
+            last = len(self._rows) - 1
+            if index < last:
+                self._cache.move(last, index, self._rows[last].cached)
+                self._rows[index] = self._rows[last]
+            self._rows.pop()

@@ -1,0 +1,155 @@
+"""The reference engine: torch + transformers in the worker's own process, correct first, fast enough for a CPU demo.
+
+Owns the asyncio face of `decoder.Decoder`: one executor thread computes, the event loop never blocks; pacing. Knows no socket.
+
+**Where a sample's tokens come from.** The draw for answer position p of a sample is the inverse CDF, in float64 and in id order,
+of the model's distribution at a uniform that depends on (run seed, sample key, p) alone (`sampling.Draws`). So with equal
+logits, a sample's tokens do not depend on the engine, the batch, or how often it moved.
+
+**Rounding.** Logits are not bit-equal across batch shapes or between prefill and decode: BLAS picks kernels by shape and sums in
+another order. `dtype="float64"` is the deterministic mode: everything is computed in float64 (RMSNorm too, which transformers
+rounds through float32; the rotary table's float32 values are the same number for a position wherever it is computed), which
+leaves differences of about 1e-15 in a probability. A draw flips only when the uniform falls into such a gap: about 1e-15 times the
+vocabulary's boundaries nearby, ~1e-13 a token, once in 1e8 samples of 1e5 tokens' worth of luck. Weights published as float32
+or bfloat16 are upcast exactly. In float32 and bfloat16 the promise is distributional only.
+
+**Temperature 0** is greedy; its sampling distribution is certain, hence its `logprobs` are 0.0. `raw_logprobs` are the model's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import ParamSpec, TypeVar
+
+import torch
+
+from rollout.engines.base import Delta, EngineInfo, Request
+from rollout.engines.decoder import Decoder
+from scavenger.errors import EngineError
+from scavenger.weights.manifest import TensorView
+from scavenger.wire import EngineSpec
+
+P = ParamSpec("P")
+T = TypeVar("T")
+NAME = "reference"
+
+
+async def build(spec: EngineSpec) -> ReferenceEngine:
+    """Build the model in the engine's own thread, without weights. Raises `EngineError`."""
+    executor = ThreadPoolExecutor(1, thread_name_prefix="engine")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        decoder = await asyncio.get_running_loop().run_in_executor(executor, Decoder, spec, device)
+    except BaseException:
+        executor.shutdown(wait=False)
+        raise
+    return ReferenceEngine(spec, decoder, executor)
+
+
+class ReferenceEngine:
+    """`base.Engine` over a `Decoder`.
+
+    With `pace` all running samples advance together, one token each, at most `pace` times a second, as in a large model's
+    decode loop; requests join at the next beat.
+    """
+
+    def __init__(self, spec: EngineSpec, decoder: Decoder, executor: ThreadPoolExecutor) -> None:
+        self._spec = spec
+        self._decoder = decoder
+        self._executor = executor
+        self._beat_s = 1.0 / spec.pace if spec.pace > 0 else 0.0
+        self._next_beat = 0.0
+        self._live: set[int] = set()
+        self._joining: list[Request] = []
+        self._leaving: list[int] = []
+        self._work = asyncio.Event()
+        self._iterations = 0
+        self._usable = False
+        self._asleep = False
+
+    def info(self) -> EngineInfo:
+        return EngineInfo(NAME, self._spec.max_batch, self._spec.context_length, self._decoder.vocab_size)
+
+    async def load(self, version: int, tensors: Iterable[TensorView]) -> None:
+        self._forget_all()
+        self._usable = False
+        await self._compute(self._decoder.load, tensors)
+        self._usable = True
+
+    async def add(self, request: Request) -> None:
+        if not self._usable or self._asleep:
+            raise EngineError("the engine is asleep" if self._asleep else "the engine holds no weights")
+        length = len(request.prompt) + len(request.accepted)
+        if length == 0 or request.max_new_tokens <= 0:
+            raise EngineError(f"nothing to generate: {length} tokens given, {request.max_new_tokens} more allowed")
+        if length + request.max_new_tokens > self._spec.context_length:
+            raise EngineError(
+                f"{length} tokens and {request.max_new_tokens} more exceed the context of {self._spec.context_length}",
+                "shorten the prompt, lower sampling.max_tokens or raise model.context_length",
+            )
+        vocab = self._decoder.vocab_size
+        if not all(0 <= token < vocab for token in (*request.prompt, *request.accepted)):
+            raise EngineError(f"a token id lies outside the vocabulary of {vocab}", "use the model's own tokenizer")
+        self._live.add(request.handle)
+        self._joining.append(request)
+        self._work.set()
+
+    async def abort(self, handles: Iterable[int]) -> None:
+        gone = self._live.intersection(handles)
+        self._live -= gone
+        self._joining = [r for r in self._joining if r.handle not in gone]
+        self._leaving += gone
+        if not self._live:
+            self._work.clear()
+
+    async def next(self) -> list[Delta]:
+        while True:
+            await self._work.wait()
+            if self._beat_s:
+                await asyncio.sleep(max(0.0, self._next_beat - time.monotonic()))
+                if not self._work.is_set():
+                    continue
+                self._next_beat = time.monotonic() + self._beat_s
+            joining, self._joining = self._joining, []
+            leaving, self._leaving = self._leaving, []
+            deltas = await self._compute(self._decoder.step, joining, leaving)
+            self._iterations += 1
+            fresh = [d for d in deltas if d.handle in self._live]
+            self._live.difference_update(d.handle for d in fresh if d.finish or d.error)
+            if not self._live:
+                self._work.clear()
+            if fresh:
+                return fresh
+
+    async def sleep(self) -> None:
+        self._forget_all()
+        self._asleep = True
+        await self._compute(self._decoder.offload)
+
+    async def wake(self) -> None:
+        await self._compute(self._decoder.restore)
+        self._asleep = False
+
+    def progress(self) -> int:
+        return self._iterations
+
+    async def close(self) -> None:
+        self._forget_all()
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _forget_all(self) -> None:
+        self._leaving += self._live
+        self._live.clear()
+        self._joining.clear()
+        self._work.clear()
+
+    async def _compute(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run in the engine's thread. What torch raises there means that the engine cannot go on."""
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._executor, lambda: function(*args, **kwargs))
+        except (RuntimeError, MemoryError) as error:
+            raise EngineError(f"the engine failed: {error}") from error

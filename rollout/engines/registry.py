@@ -1,0 +1,21 @@
+"""Which engines there are. Their modules are imported only when asked for: torch takes a second, vLLM many."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Awaitable, Callable
+from typing import cast
+
+from rollout.engines.base import Engine
+from scavenger.errors import EngineError
+from scavenger.wire import EngineSpec
+
+MODULES = {"reference": "rollout.engines.reference"}
+Build = Callable[[EngineSpec], Awaitable[Engine]]
+
+
+def builder(name: str) -> Build:
+    """The `build(spec)` coroutine function of an engine. Blocks while its module is imported. Raises `EngineError`."""
+    if name not in MODULES:
+        raise EngineError(f"there is no engine {name!r}", f"use one of {', '.join(sorted(MODULES))}")
+    return cast(Build, importlib.import_module(MODULES[name]).build)

@@ -1,0 +1,94 @@
+"""The KV cache of a running batch: one slot a request, preallocated, kept dense.
+
+Owns the cache tensors and the mapping of a forward pass onto them. Knows neither requests nor sampling. Rows 0..n-1 are always
+the running requests, so that a decode step works on a view and copies nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FIRST_CAPACITY = 64
+
+
+class SlotCache:
+    """Keys and values a layer, each `[slots, kv_heads, capacity, head_dim]`; stands where transformers expects a `Cache`.
+
+    A forward pass is announced by `prefill()` or `decode()`, which say where `update()`, called by each attention layer, puts
+    what it computed. Entries beyond a row's length are finite leftovers and are always masked.
+    """
+
+    def __init__(self, slots: int, context_length: int) -> None:
+        self._slots = slots
+        self._context_length = context_length
+        self._capacity = min(FIRST_CAPACITY, context_length)
+        self._keys: list[Tensor] = []
+        self._values: list[Tensor] = []
+        self._rows: Tensor | None = None
+        self._positions: Tensor | None = None
+        self._span = 0
+        self._first = 0
+        self._lengths: list[int] = []
+
+    def prefill(self, first: int, lengths: list[int]) -> None:
+        """The next pass fills rows `first…`, left-padded to the longest of `lengths`."""
+        self._grow(max(lengths))
+        self._positions, self._first, self._lengths = None, first, lengths
+
+    def decode(self, positions: Tensor, span: int) -> None:
+        """The next pass appends one entry to rows `0…len(positions)-1`, at `positions`, and attends to `span` entries."""
+        self._grow(span)
+        self._rows = torch.arange(len(positions), device=positions.device)
+        self._positions, self._span = positions, span
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Store one layer's new entries; returns the keys and values that its attention reads."""
+        while len(self._keys) <= layer:
+            self._keys.append(self._empty(keys))
+            self._values.append(self._empty(values))
+        if self._positions is None:
+            for store, new in ((self._keys[layer], keys), (self._values[layer], values)):
+                self._store_prompts(store, new)
+            return keys, values
+        n = len(self._positions)
+        self._keys[layer][self._rows, :, self._positions] = keys[:, :, 0]
+        self._values[layer][self._rows, :, self._positions] = values[:, :, 0]
+        return self._keys[layer][:n, :, : self._span], self._values[layer][:n, :, : self._span]
+
+    def get_seq_length(self, _layer: int = 0) -> int:
+        """Asked by models that were given no position ids; ours always are."""
+        return 0
+
+    def move(self, source: int, target: int, length: int) -> None:
+        """Copy the first `length` entries of one row over another's."""
+        for store in (*self._keys, *self._values):
+            store[target, :, :length] = store[source, :, :length]
+
+    def wipe(self, row: int) -> None:
+        """Zero a row that may hold NaN: a masked NaN still poisons attention (0 * NaN), whoever gets the slot next."""
+        for store in (*self._keys, *self._values):
+            store[row] = 0
+
+    def _store_prompts(self, store: Tensor, new: Tensor) -> None:
+        width = new.shape[2]
+        if min(self._lengths) == width:
+            store[self._first : self._first + len(self._lengths), :, :width] = new
+            return
+        for i, length in enumerate(self._lengths):
+            store[self._first + i, :, :length] = new[i, :, width - length :]
+
+    def _empty(self, like: Tensor) -> Tensor:
+        return like.new_zeros(self._slots, like.shape[1], self._capacity, like.shape[3])
+
+    def _grow(self, span: int) -> None:
+        if span <= self._capacity:
+            return
+        while self._capacity < span:
+            self._capacity = min(self._capacity * 2, self._context_length)
+        for stores in (self._keys, self._values):
+            for i, old in enumerate(stores):
+                stores[i] = self._empty(old)
+                stores[i][:, :, : old.shape[2]] = old
