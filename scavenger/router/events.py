@@ -1,0 +1,117 @@
+"""What goes into the router's core and what comes out: frozen structs. Pure.
+
+A connection is an integer that the driver gives (`conn`); the core never sees a socket or a routing id. Authority is `Identity`, which the
+driver takes from the connection's CURVE key, never from what a message says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scavenger.ledger.records import GroupState, Record
+from scavenger.wire import Call, Message, WorkerHello
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who is at the other end. `owner`: an enrolled public key, may own runs. `worker`: a key minted for one job of one run."""
+
+    role: str  # "owner" | "worker"
+    public_key: str
+    run: str = ""
+    intent_id: str = ""
+
+
+# ---------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class HelloReceived:
+    conn: int
+    identity: Identity
+    hello: WorkerHello
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSaid:
+    """Any message of a worker after its hello."""
+
+    conn: int
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerCalled:
+    conn: int
+    identity: Identity
+    call: Call
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """Every record up to and including this ticket is durable."""
+
+    ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryRead:
+    """The ledger's answer to `ReadHistory`: groups that steps after the resumed checkpoint had consumed."""
+
+    run_id: int
+    attempt: int
+    groups: tuple[GroupState, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class JobGone:
+    """The scheduler says that a harvested job's incarnation is over. `crashed`: neither preempted, cancelled nor a lost node."""
+
+    intent_id: str
+    incarnation: int
+    reason: str
+    crashed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class IntentRevoked:
+    """A harvested job was given back by policy: its worker is drained."""
+
+    intent_id: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed."""
+
+
+RouterEvent = HelloReceived | WorkerSaid | TrainerCalled | Committed | HistoryRead | JobGone | IntentRevoked | Tick
+
+# ---------------------------------------------------------------- actions
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    conn: int
+    message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Commit these records in this order; answer `Committed(ticket)`. Tickets grow by one."""
+
+    ticket: int
+    records: tuple[Record, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadHistory:
+    """Read what steps after `after_step` consumed, and answer `HistoryRead`."""
+
+    run_id: int
+    attempt: int
+    after_step: int
+
+
+RouterAction = Send | Write | ReadHistory

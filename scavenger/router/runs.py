@@ -1,0 +1,410 @@
+"""What a trainer may ask: open a run, submit groups, publish versions, commit steps. Pure; every call may be repeated.
+
+Holds I3: a new attempt fences the older; what it had not consumed for good is offered again only under an equal root hash, else superseded.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from scavenger.ledger import records as rec
+from scavenger.router import samples as sm
+from scavenger.router import workers as wk
+from scavenger.router.events import Identity
+from scavenger.router.state import Core, Group, Run, Sample, SampleStatus, Version, WorkerStatus
+from scavenger.wire import (
+    PROTOCOL,
+    Accepted,
+    Attach,
+    Call,
+    CloseRun,
+    CommitStep,
+    Denied,
+    Fleet,
+    GroupSpec,
+    HelloAgain,
+    Message,
+    Ok,
+    OpenRun,
+    Ping,
+    Pong,
+    PublishVersion,
+    RecordCheckpoint,
+    Reply,
+    ReplyBody,
+    RunOpened,
+    SampleOutcome,
+    Sampling,
+    SetReserved,
+    SubmitGroups,
+)
+
+OUTCOMES = {"train": ("consumed", "filtered", "masked"), "eval": ("evaluated", "masked")}
+
+
+def called(core: Core, conn: int, identity: Identity, call: Call) -> None:
+    """Answer one call. Replies wait for the commit of what they promise."""
+    run = core.runs.get(call.run)
+    denied = _may_call(core, conn, identity, call, run)
+    if denied is not None:
+        core.send(conn, Reply(call.id, denied))
+        return
+    if isinstance(call.body, OpenRun):
+        _open(core, conn, identity, call, call.body, run)
+        return
+    assert run is not None
+    run.trainer_seen = core.now
+    if isinstance(call.body, Attach):
+        reply: ReplyBody = _attach(core, conn, run, call.body)
+    elif run.conn != conn:
+        core.send(conn, HelloAgain("attach first"))
+        return
+    else:
+        reply = _answer(core, run, call.body)
+    core.send_durable(conn, Reply(call.id, reply))
+
+
+def _may_call(core: Core, conn: int, identity: Identity, call: Call, run: Run | None) -> Denied | None:
+    if identity.role != "owner":
+        return Denied("not-owner", "a worker's key cannot act as a trainer", "use the owner's key")
+    if isinstance(call.body, OpenRun):
+        if call.body.protocol != PROTOCOL:
+            why = f"protocol {call.body.protocol}: this daemon speaks {PROTOCOL}"
+            return Denied("invalid", why, "run trainer and daemon of one release")
+        if run is not None and run.owner_key != identity.public_key:
+            return Denied("not-owner", f"run {call.run!r} belongs to another key", "choose another run.name")
+        return None
+    if run is None:
+        return Denied("unknown-run", f"run {call.run!r} was never opened on this ledger", "open it first")
+    if run.owner_key != identity.public_key:
+        return Denied("not-owner", f"run {call.run!r} belongs to another key", "use the key that opened it")
+    if call.attempt != run.attempt:
+        return Denied(
+            "stale", f"attempt {call.attempt} of run {call.run!r} was fenced: attempt {run.attempt} is the trainer now",
+            "end this job; only the newest trainer of a run goes on",
+        )  # fmt: skip
+    return None
+
+
+def _answer(core: Core, run: Run, body: Message) -> ReplyBody:
+    match body:
+        case SubmitGroups():
+            return _submit(core, run, body)
+        case PublishVersion():
+            return _publish(core, run, body)
+        case CommitStep():
+            return _commit(core, run, body)
+        case RecordCheckpoint():
+            core.record(rec.CheckpointRecorded(run.id, body.step, body.version, body.root, body.path, core.now))
+            return Ok()
+        case SetReserved():
+            return _set_reserved(core, run, body)
+        case CloseRun():
+            return _close(core, run, body)
+        case Ping():
+            return Pong(core.generation)
+    return Denied("invalid", f"{type(body).__name__} is not a call")
+
+
+# ---------------------------------------------------------------- opening
+
+
+def _open(core: Core, conn: int, identity: Identity, call: Call, body: OpenRun, run: Run | None) -> None:
+    if run is not None and run.opening == (conn, call.id):
+        return  # a repeat of the call that is being answered
+    if run is None:
+        run = Run(core.next_run_id, call.run, identity.public_key, body.seed, body.engine)
+        core.next_run_id += 1
+        core.runs[call.run] = run
+        core.record(
+            rec.RunCreated(
+                run.id, run.name, run.owner_key, body.seed, body.config,
+                msgspec.json.encode(body.engine).decode(), body.tokenizer, core.now,
+            )
+        )  # fmt: skip
+    elif run.seed != body.seed or body.resume_step > run.last_step:
+        why = f"a checkpoint of step {body.resume_step}, the ledger ends at {run.last_step}"
+        if run.seed != body.seed:
+            why = f"seed {body.seed}, the ledger has {run.seed}"
+        core.send(conn, Reply(call.id, Denied("invalid", f"run {call.run!r} is another one: {why}", "choose another run.name")))
+        return
+    run.attempt += 1
+    run.engine, run.harvest, run.max_engines, run.gpus_per_engine = body.engine, body.harvest, body.max_engines, body.gpus_per_engine
+    run.poison_after, run.on_poison = body.poison_after, body.on_poison
+    run.conn, run.opening, run.resume_step = None, (conn, call.id), body.resume_step
+    run.stopped, run.ended, run.trainer_seen, run.fleet = "", False, core.now, None
+    for version in run.versions.values():
+        version.source = None  # its bytes died with the trainer that served them
+    for group in list(run.by_key.values()):
+        if group.purpose == "eval" or group.step <= body.resume_step:
+            sm.supersede(core, group, f"attempt {run.attempt} starts at step {body.resume_step}")
+        else:
+            group.orphaned, group.delivered_to = True, 0
+    core.record(
+        rec.AttemptGranted(
+            run.id, run.attempt, body.host, body.job_id, body.resume_step, body.config, msgspec.json.encode(body.engine).decode(), core.now
+        )
+    )
+    if run.last_step > body.resume_step:
+        core.record(rec.StepsRewound(run.id, run.attempt, body.resume_step, core.now))
+    run.last_step = body.resume_step
+    core.read_history(run)
+
+
+def history_read(core: Core, run_id: int, attempt: int, groups: tuple[rec.GroupState, ...]) -> None:
+    """The ledger's groups are back: keep them for adoption, and answer the OpenRun that waits."""
+    run = next((r for r in core.runs.values() if r.id == run_id), None)
+    if run is None or run.attempt != attempt or run.opening is None:
+        return
+    for state in groups:
+        known = run.by_key.get((state.created.purpose, state.created.step, state.created.prompt_index))
+        if known is None and state.created.purpose == "train" and state.created.step > run.resume_step:
+            adopt_state(core, run, state).orphaned = True
+    run.conn, call_id = run.opening
+    run.opening = None
+    versions = tuple((v.step, v.version, v.root) for v in sorted(run.versions.values(), key=lambda v: v.version))
+    core.send_durable(
+        run.conn, Reply(call_id, RunOpened(run.id, run.attempt, core.generation, run.next_version, run.last_step, versions))
+    )  # fmt: skip
+
+
+def adopt_state(core: Core, run: Run, state: rec.GroupState) -> Group:
+    """Rebuild a group from the ledger. Open leases become *unconfirmed* under their old epoch."""
+    made = state.created
+    root = run.versions[state.version].root if state.version in run.versions else b""
+    sampling = msgspec.json.decode(made.sampling.encode(), type=Sampling)
+    group = Group(
+        made.group_id, run, made.purpose, made.step, made.prompt_index, made.take, state.version, root, made.prompt, made.meta, sampling
+    )
+    for row in state.samples:
+        sample = Sample(
+            row.sample_id, group, row.index, epoch=row.epoch, finish=row.finish, moves=row.moves, reward=row.reward,
+            tokens=bytearray(row.tokens), logprobs=bytearray(row.logprobs), raw_logprobs=bytearray(row.raw_logprobs),
+        )  # fmt: skip
+        sample.accepted = sample.durable = len(row.tokens) // 4
+        sample.reported = sample.accepted
+        group.samples.append(sample)
+        core.samples[sample.id] = sample
+        _restore_status(core, run, sample, row)
+    core.groups[group.id] = group
+    run.by_key[group.key] = group
+    return group
+
+
+def _restore_status(core: Core, run: Run, sample: Sample, row: rec.SampleState) -> None:
+    if row.state == "complete":
+        sample.status = SampleStatus.COMPLETE
+    elif row.state != "open":
+        sample.status = SampleStatus.ENDED
+        sample.error = "poisoned" if row.state == "poisoned" else None
+    elif row.lease is not None and row.lease[1] in run.workers:
+        epoch, worker_id, version = row.lease
+        sample.status, sample.epoch, sample.lease_version = SampleStatus.UNCONFIRMED, epoch, version
+        sample.worker_id = sample.last_worker_id = worker_id
+        sample.lease_offset, sample.leased_at, sample.chunk_at = sample.accepted, core.now, core.now
+        run.workers[worker_id].leases[sample.id] = sample
+    else:
+        if row.lease is not None:  # its holder left while the daemon was down
+            core.record(rec.LeaseEnded(sample.id, sample.epoch, "holder unknown after a restart", sample.accepted, 0, core.now))
+        run.queue[sample.id] = sample
+
+
+def _attach(core: Core, conn: int, run: Run, body: Attach) -> ReplyBody:
+    if run.opening is not None:
+        return Denied("detached", "the run is being opened", "try again")
+    run.conn = conn
+    run.fleet = None
+    have = set(body.have)
+    for group in list(run.by_key.values()):
+        group.delivered_to = run.attempt if group.id in have else 0
+        sm.deliver_if_done(core, group)
+    return Ok()
+
+
+# ---------------------------------------------------------------- steps
+
+
+def _publish(core: Core, run: Run, body: PublishVersion) -> ReplyBody:
+    known = run.versions.get(body.version)
+    if known is not None and known.root == body.root:
+        known.source = body.source
+        return Ok()
+    if body.version < run.next_version:
+        return Denied("invalid", f"version {body.version} was used before", f"the next one is {run.next_version}")
+    run.versions[body.version] = Version(body.version, body.step, body.root, body.manifest, body.source)
+    run.next_version = body.version + 1
+    core.record(
+        rec.VersionPublished(run.id, body.version, body.step, run.attempt, body.root, body.manifest, 0, core.now)
+    )  # fmt: skip
+    return Ok()
+
+
+def _spec_fault(run: Run, spec: GroupSpec) -> str:
+    length = len(spec.prompt) // 4
+    if len(spec.prompt) % 4 or not length:
+        return f"prompt {spec.prompt_index} has no tokens"
+    if length + spec.sampling.max_tokens > run.engine.context_length:
+        return (
+            f"prompt {spec.prompt_index} has {length} tokens and may grow by {spec.sampling.max_tokens}, "
+            f"over the engine's context of {run.engine.context_length}"
+        )
+    return "" if spec.n > 0 else f"prompt {spec.prompt_index} asks for {spec.n} samples"
+
+
+def _submit(core: Core, run: Run, body: SubmitGroups) -> ReplyBody:
+    if body.version not in run.versions:
+        return Denied("invalid", f"version {body.version} was not published", "publish it first")
+    if body.purpose not in OUTCOMES:
+        return Denied("invalid", f"purpose {body.purpose!r}", 'use "train" or "eval"')
+    for spec in body.groups:
+        fault = _spec_fault(run, spec)
+        if fault:
+            return Denied("invalid", fault, "lower sampling.max_tokens, raise model.context_length, or drop the prompt from the data")
+    groups = [_group_for(core, run, body, spec) for spec in body.groups]
+    run.step_samples = sum(len(g.samples) for g in groups)
+    for group in groups:
+        sm.deliver_if_done(core, group)
+    return Accepted(tuple(g.id for g in groups))
+
+
+def _group_for(core: Core, run: Run, body: SubmitGroups, spec: GroupSpec) -> Group:
+    """The group of this prompt: an equal one that exists goes on (I3), anything else is superseded and made anew."""
+    root = run.versions[body.version].root
+    old = run.by_key.get((body.purpose, body.step, spec.prompt_index))
+    take = 0
+    if old is not None:
+        same = (old.root, old.prompt, old.sampling, len(old.samples)) == (root, spec.prompt, spec.sampling, spec.n)
+        if same:
+            _adopt(core, run, old, body.version)
+            return old
+        take = old.take + 1
+        why = "generated by other weights" if old.root != root else "the prompt or its sampling changed"
+        sm.supersede(core, old, f"attempt {run.attempt}: {why}")
+    return _make_group(core, run, body, spec, root, take)
+
+
+def _adopt(core: Core, run: Run, group: Group, version: int) -> None:
+    if not group.orphaned and group.version == version:
+        return
+    group.orphaned, group.version, group.delivered_to = False, version, 0
+    core.record(rec.GroupAdopted(group.id, version, core.now))
+    for sample in group.samples:
+        if sample.status is SampleStatus.ENDED and sample.error is None:
+            sample.step("reopen")
+            core.record(rec.SampleReopened(sample.id, run.attempt, core.now))
+
+
+def _make_group(core: Core, run: Run, body: SubmitGroups, spec: GroupSpec, root: bytes, take: int) -> Group:
+    group = Group(
+        core.next_group_id, run, body.purpose, body.step, spec.prompt_index, take, body.version, root, spec.prompt, spec.meta, spec.sampling
+    )
+    core.next_group_id += 1
+    first = core.next_sample_id
+    core.next_sample_id += spec.n
+    for index in range(spec.n):
+        sample = Sample(first + index, group, index)
+        group.samples.append(sample)
+        core.samples[sample.id] = run.queue[sample.id] = sample
+    core.groups[group.id] = run.by_key[group.key] = group
+    core.record(
+        rec.GroupCreated(
+            group.id, run.id, body.purpose, body.step, spec.prompt_index, take, body.version, spec.prompt, spec.n, first,
+            msgspec.json.encode(spec.sampling).decode(), spec.meta, core.now,
+        )
+    )  # fmt: skip
+    return group
+
+
+def _commit(core: Core, run: Run, body: CommitStep) -> ReplyBody:
+    groups = [g for g in run.by_key.values() if g.purpose == body.purpose and g.step == body.step and not g.orphaned]
+    if not groups:
+        known = body.step <= run.last_step if body.purpose == "train" else all(o.sample_id < core.next_sample_id for o in body.outcomes)
+        return Ok() if known else Denied("invalid", f"step {body.step} was never submitted", "submit its groups first")
+    fault = _commit_fault(body, groups)
+    if fault:
+        return Denied("invalid", fault, "commit each sample of the step exactly once")
+    outcomes = {o.sample_id: o for o in body.outcomes}
+    for group in groups:
+        for sample in group.samples:
+            if sample.status is SampleStatus.COMPLETE:
+                _end(core, run, body, sample, outcomes[sample.id])
+        sm.forget(core, group)
+    core.record(
+        rec.StepCommitted(
+            run.id, body.step, body.purpose, run.attempt, body.version, msgspec.json.encode(body.metrics).decode(), core.now
+        )
+    )  # fmt: skip
+    if body.purpose == "train":
+        run.last_step = body.step
+        _retire_versions(run)
+    return Ok()
+
+
+def _commit_fault(body: CommitStep, groups: list[Group]) -> str:
+    expected = {s.id: s for g in groups for s in g.samples}
+    got = [o.sample_id for o in body.outcomes]
+    if len(got) != len(set(got)):
+        return f"step {body.step} names a sample twice"
+    allowed = OUTCOMES.get(body.purpose, ())
+    for outcome in body.outcomes:
+        sample = expected.get(outcome.sample_id)
+        if sample is None:
+            return f"sample {outcome.sample_id} does not belong to step {body.step}"
+        if not sample.done or outcome.outcome not in allowed:
+            return f"sample {outcome.sample_id} is {sample.status} and cannot be {outcome.outcome!r}"
+    missing = [i for i, s in expected.items() if i not in set(got) and s.error is None]
+    return f"{len(missing)} samples of step {body.step} have no outcome, first: {missing[0]}" if missing else ""
+
+
+def _end(core: Core, run: Run, body: CommitStep, sample: Sample, outcome: SampleOutcome) -> None:
+    sample.step("end")
+    core.record(
+        rec.SampleEnded(
+            sample.id, outcome.outcome, outcome.reason, body.step, run.attempt, outcome.reward, outcome.advantage, core.now
+        )
+    )  # fmt: skip
+
+
+def _retire_versions(run: Run, keep: int = 4) -> None:
+    """Forget manifests that nobody can ask for again; roots of a replay come back with the history."""
+    used = {g.version for g in run.by_key.values()}
+    for version in sorted(run.versions)[:-keep]:
+        if version not in used:
+            run.versions[version].manifest = b""
+            run.versions[version].source = None
+
+
+def _set_reserved(core: Core, run: Run, body: SetReserved) -> ReplyBody:
+    run.reserved_awake = body.awake
+    for worker in list(run.workers.values()):
+        if worker.kind != "reserved":
+            continue
+        if body.awake:
+            wk.wake(core, worker)
+        elif worker.status in (WorkerStatus.READY, WorkerStatus.LOADING):
+            wk.put_to_sleep(core, worker)
+    return Ok()
+
+
+def _close(core: Core, run: Run, body: CloseRun) -> ReplyBody:
+    run.ended = True
+    for group in list(run.by_key.values()):
+        for sample in group.samples:
+            if sample.status is not SampleStatus.ENDED:
+                sm.abandon(core, sample, "surplus", f"the run {body.state}")
+        sm.forget(core, group)
+    for worker in list(run.workers.values()):
+        wk.drain(core, worker, f"the run {body.state}")
+    core.record(rec.RunEnded(run.id, body.state, body.reason, core.now))
+    return Ok()
+
+
+def fleet_of(run: Run) -> Fleet:
+    """The run's workers as its trainer sees them."""
+    workers = run.workers.values()
+    live = [w for w in workers if w.conn is not None and not w.suspect and w.status is not WorkerStatus.DRAINING]
+    reserved = [w for w in live if w.kind == "reserved"]
+    awake = sum(w.status in (WorkerStatus.READY, WorkerStatus.LOADING) for w in reserved)
+    open_samples = sum(not s.done for g in run.by_key.values() if not g.orphaned for s in g.samples)
+    held = sum(len(w.leases) for w in reserved)
+    return Fleet(sum(w.kind == "harvested" for w in live), awake, len(reserved) - awake, open_samples, held)

@@ -1,0 +1,280 @@
+"""What happens to samples: leases granted and ended, chunks accepted or refused, groups completed. Pure.
+
+Holds I1 (accepted tokens only grow, and only under the current lease), I2 (delivered after the commit), I5 (one budget over all leases) and
+I6 (nothing is dropped: a lost lease puts the sample back into the queue with all it has).
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from scavenger.ledger import records as rec
+from scavenger.router import placement
+from scavenger.router.state import Core, Group, Run, Sample, SampleStatus, Worker, WorkerStatus
+from scavenger.wire import Ack, Assign, Chunk, DoneSample, GroupDone, Held, Lease, Revoke, RunStopped
+
+
+def chunk_fault(chunk: Chunk, sample: Sample | None, worker: Worker) -> str:
+    """Why a chunk cannot be accepted, or "". The first reason in the order of I1; never looks at what the tokens mean."""
+    if sample is None:
+        return "unknown sample"
+    if sample.status is not SampleStatus.LEASED or sample.worker_id != worker.id:
+        return "no lease: the sample moved on"
+    if chunk.epoch != sample.epoch:
+        return f"stale epoch {chunk.epoch}, the lease is {sample.epoch}"
+    if chunk.version != sample.lease_version:
+        return f"weight version {chunk.version}, the lease names {sample.lease_version}"
+    tokens, rest = divmod(len(chunk.tokens), 4)
+    if rest or not tokens or len(chunk.logprobs) != len(chunk.tokens) or len(chunk.raw_logprobs) != len(chunk.tokens):
+        return "malformed payload"
+    if chunk.offset > sample.accepted:
+        return f"gap: offset {chunk.offset}, accepted {sample.accepted}"
+    if chunk.offset + tokens > sample.group.sampling.max_tokens:
+        return f"over the budget of {sample.group.sampling.max_tokens} tokens"
+    for payload in (chunk.logprobs, chunk.raw_logprobs):
+        if not np.isfinite(np.frombuffer(payload, "<f4")).all():
+            return "logprobs that are not finite"
+    if (np.frombuffer(chunk.tokens, "<i4") < 0).any():
+        return "a negative token id"
+    return ""
+
+
+def accept_chunk(core: Core, worker: Worker, chunk: Chunk) -> None:
+    """Take a chunk, or refuse it with its reason; an exact resend changes nothing, a differing one ends the lease."""
+    sample = core.samples.get(chunk.sample_id)
+    fault = chunk_fault(chunk, sample, worker)
+    if fault or sample is None:
+        refuse_chunk(core, worker, chunk, sample, fault)
+        return
+    known = min(sample.accepted - chunk.offset, len(chunk.tokens) // 4)
+    if known > 0:
+        mine = bytes(sample.tokens[4 * chunk.offset : 4 * (chunk.offset + known)])
+        if mine != chunk.tokens[: 4 * known]:
+            why = "a resend differs from what was accepted"
+            core.event("resend_differs", worker.run.id, f"sample {sample.id}", why, offset=chunk.offset)
+            core.send(worker.conn, Revoke(((sample.id, sample.epoch),), why))
+            release(core, sample, "resend differs", crashed=True)
+            return
+        chunk = Chunk(
+            chunk.sample_id, chunk.epoch, sample.accepted, chunk.version, chunk.tokens[4 * known :],
+            chunk.logprobs[4 * known :], chunk.raw_logprobs[4 * known :], chunk.finish,
+        )  # fmt: skip
+    if chunk.tokens:
+        _append(core, worker, sample, chunk)
+    if chunk.finish is None and sample.accepted == sample.group.sampling.max_tokens:
+        finish(core, sample, "length")
+    elif chunk.finish is not None:
+        finish(core, sample, chunk.finish)
+
+
+def _append(core: Core, worker: Worker, sample: Sample, chunk: Chunk) -> None:
+    sample.tokens += chunk.tokens
+    sample.logprobs += chunk.logprobs
+    sample.raw_logprobs += chunk.raw_logprobs
+    sample.accepted += len(chunk.tokens) // 4
+    sample.chunk_at = core.now
+    core.record(
+        rec.ChunkAccepted(
+            sample.id, chunk.epoch, chunk.offset, chunk.tokens, chunk.logprobs, chunk.raw_logprobs, chunk.version, worker.id, core.now
+        )
+    )
+    core.length_accepted(sample)
+    core.count("tokens_accepted", len(chunk.tokens) // 4)
+
+
+def refuse_chunk(core: Core, worker: Worker, chunk: Chunk, sample: Sample | None, fault: str) -> None:
+    """Count and record a refusal. What the worker may not hold is revoked; a sample whose engine talks nonsense is given elsewhere."""
+    if sample is not None and sample.status is SampleStatus.COMPLETE and sample.epoch == chunk.epoch:
+        core.send(worker.conn, Ack((Held(sample.id, sample.epoch, sample.durable),)))  # a resend of what is complete
+        return
+    core.event("chunk_refused", worker.run.id, f"sample {chunk.sample_id}", fault, worker=worker.id, epoch=chunk.epoch, offset=chunk.offset)
+    core.send(worker.conn, Revoke(((chunk.sample_id, chunk.epoch),), fault))
+    mine = sample is not None and sample.worker_id == worker.id and sample.epoch == chunk.epoch
+    if sample is not None and mine and sample.status is SampleStatus.LEASED:
+        release(core, sample, f"chunk refused: {fault}", crashed=True)
+
+
+def finish(core: Core, sample: Sample, reason: str) -> None:
+    """The sample has its last token."""
+    sample.step("finish")
+    sample.finish = reason
+    core.record(rec.SampleFinished(sample.id, reason, sample.accepted, core.now))
+    if sample.worker_id:
+        _end_lease(core, sample, "finished", 0)
+    core.length_accepted(sample)
+
+
+def _end_lease(core: Core, sample: Sample, reason: str, regenerated: int) -> None:
+    worker = core.workers.get(sample.worker_id)
+    if worker is not None:
+        worker.leases.pop(sample.id, None)
+        if not worker.leases:
+            worker.idle_since = core.now
+    core.record(rec.LeaseEnded(sample.id, sample.epoch, reason, sample.accepted, regenerated, core.now))
+    sample.worker_id = 0
+
+
+def lost_tokens(core: Core, sample: Sample) -> int:
+    """Tokens of the sample that died with its worker: what the last heartbeat named, at least what one flush interval can hold.
+
+    An upper bound of the second kind is all that can be known of a worker that was killed: the rate of this lease, times `flush_ms`.
+    """
+    generated = sample.accepted - sample.lease_offset
+    elapsed = sample.chunk_at - sample.leased_at
+    unflushed = math.ceil(generated / elapsed * core.limits.flush_ms / 1000) if generated and elapsed > 0 else 0
+    return max(sample.reported - sample.accepted, min(unflushed, core.limits.flush_tokens), 0)
+
+
+def release(core: Core, sample: Sample, reason: str, *, regenerated: int = 0, crashed: bool = False) -> None:
+    """End a lease and queue the sample again with all its tokens. A sample that killed too many engines is poisoned instead."""
+    worker = core.workers.get(sample.worker_id)
+    sample.step("release")
+    if worker is not None:
+        _end_lease(core, sample, reason, regenerated)
+    run = sample.group.run
+    if crashed and worker is not None:
+        sample.failures += 1
+        sample.failed_nodes.add(worker.node)
+        # A site of one node could never reach `poison_after` different ones.
+        if len(sample.failed_nodes) >= run.poison_after or sample.failures >= 3 * run.poison_after:
+            poison(core, sample, reason)
+            return
+    run.queue[sample.id] = sample
+
+
+def poison(core: Core, sample: Sample, reason: str) -> None:
+    """Give a sample up: the run stops with its id, or the sample is masked and counted (`on_poison`)."""
+    run = sample.group.run
+    cause = f"sample {sample.id} failed {sample.failures} times on {len(sample.failed_nodes)} node(s), last: {reason}"
+    abandon(core, sample, "poisoned", cause)
+    sample.error = cause
+    core.event("sample_poisoned", run.id, f"sample {sample.id}", cause)
+    if run.on_poison == "stop":
+        run.stopped = cause
+        remedy = f'look at it: scavenger samples {run.name} --step {sample.group.step}; on_poison = "mask" goes on without it'
+        core.send_durable(run.conn, RunStopped(cause, remedy))
+    else:
+        deliver_if_done(core, sample.group)
+
+
+def abandon(core: Core, sample: Sample, state: str, reason: str) -> None:
+    """End a sample that nobody will consume; its worker, if any, drops it."""
+    worker = core.workers.get(sample.worker_id)
+    if worker is not None:
+        core.send(worker.conn, Revoke(((sample.id, sample.epoch),), reason))
+        _end_lease(core, sample, state, 0)
+    sample.group.run.queue.pop(sample.id, None)
+    sample.step("abandon")
+    core.record(rec.SampleEnded(sample.id, state, reason, 0, 0, sample.reward, None, core.now))
+
+
+def supersede(core: Core, group: Group, reason: str) -> None:
+    """The group's prompt is generated again: what exists of it is recorded and forgotten."""
+    for sample in group.samples:
+        if sample.status is not SampleStatus.ENDED:
+            abandon(core, sample, "superseded", reason)
+        elif sample.error is None:
+            core.record(rec.SampleEnded(sample.id, "superseded", reason, 0, 0, sample.reward, None, core.now))
+    forget(core, group)
+
+
+def forget(core: Core, group: Group) -> None:
+    for sample in group.samples:
+        core.samples.pop(sample.id, None)
+    core.groups.pop(group.id, None)
+    if group.run.by_key.get(group.key) is group:
+        del group.run.by_key[group.key]
+
+
+def confirm_durable(core: Core, lengths: list[tuple[Sample, int]]) -> None:
+    """A commit made these lengths durable: acknowledge them to the holders, deliver groups that are whole now."""
+    acks: dict[int, dict[int, Held]] = {}
+    groups: dict[int, Group] = {}
+    for sample, length in lengths:
+        if length > sample.durable:
+            sample.durable = length
+        groups[sample.group.id] = sample.group
+        worker = core.workers.get(sample.last_worker_id)
+        if worker is not None and worker.conn is not None:
+            acks.setdefault(worker.conn, {})[sample.id] = Held(sample.id, sample.epoch, sample.durable)
+    for conn, held in acks.items():
+        core.send(conn, Ack(tuple(held.values())))
+    for group in groups.values():
+        deliver_if_done(core, group)
+
+
+def deliver_if_done(core: Core, group: Group) -> None:
+    """Send a whole, durable group to the trainer (I2); once to each attempt and connection."""
+    run = group.run
+    if group.orphaned or group.delivered_to == run.attempt or run.conn is None or not (group.done and group.durable):
+        return
+    if core.groups.get(group.id) is not group:
+        return
+    group.delivered_to = run.attempt
+    core.record(rec.GroupDelivered(group.id, run.attempt, core.now))
+    samples = tuple(
+        DoneSample(
+            s.id, s.index, bytes(s.tokens), bytes(s.logprobs), bytes(s.raw_logprobs), s.finish, s.moves, s.reward, s.error
+        )
+        for s in group.samples
+    )  # fmt: skip
+    done = GroupDone(group.id, group.step, group.version, group.purpose, group.prompt_index, group.prompt, group.meta, samples)
+    core.send_durable(run.conn, done)
+
+
+def servable(worker: Worker, version: int) -> bool:
+    """Whether a worker may take leases of this version now."""
+    return (
+        worker.status is WorkerStatus.READY
+        and worker.conn is not None
+        and not worker.suspect
+        and worker.loaded_version == version
+        and worker.asked_version == version
+    )
+
+
+def place_queued(core: Core, run: Run) -> None:
+    """Lease queued samples of the run's target version to workers with free slots. A lease is sent once it is durable."""
+    if not run.queue or run.stopped:
+        return
+    version = target_version(run)
+    slots = [
+        placement.Slots(w.id, len(w.leases), run.engine.max_batch) for w in run.workers.values() if servable(w, version)
+    ]  # fmt: skip
+    if not slots:
+        return
+    waiting = (
+        placement.Waiting(s.id, s.accepted, s.group.step, s.group.id) for s in run.queue.values() if s.group.version == version
+    )  # fmt: skip
+    batches: dict[int, list[Lease]] = {}
+    for sample_id, worker_id in list(placement.place(waiting, slots)):
+        sample = run.queue.pop(sample_id)
+        batches.setdefault(worker_id, []).append(_grant(core, sample, core.workers[worker_id]))
+    for worker_id, leases in batches.items():
+        core.send_durable(core.workers[worker_id].conn, Assign(tuple(leases)))
+
+
+def _grant(core: Core, sample: Sample, worker: Worker) -> Lease:
+    sample.step("lease")
+    sample.epoch += 1
+    sample.moves += sample.accepted > 0
+    sample.worker_id = sample.last_worker_id = worker.id
+    sample.lease_version, sample.lease_offset = sample.group.version, sample.accepted
+    sample.leased_at = sample.chunk_at = core.now
+    sample.reported = sample.accepted
+    worker.leases[sample.id] = sample
+    core.record(rec.LeaseGranted(sample.id, sample.epoch, worker.id, sample.lease_version, sample.accepted, core.now))
+    group = sample.group
+    return Lease(
+        sample.id, sample.epoch, sample.lease_version, group.prompt, bytes(sample.tokens), group.sampling, group.run.seed, sample.key
+    )
+
+
+def target_version(run: Run) -> int:
+    """The version that the run's workers shall hold: the oldest one that still has samples to generate, else the newest."""
+    wanted = {s.group.version for s in run.queue.values()}
+    wanted |= {s.lease_version for w in run.workers.values() for s in w.leases.values()}
+    wanted = {v for v in wanted if v in run.versions and run.versions[v].source is not None}
+    return min(wanted, default=max(run.versions, default=-1))

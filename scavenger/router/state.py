@@ -1,0 +1,292 @@
+"""The router core's tables: runs, groups, samples, workers, and what may become of a sample.
+
+Owns the rows, their indexes, the legal transitions and the queue of effects that wait for a commit. Holds lengths, stop flags and opaque
+payloads; never a token list. Decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from scavenger.ledger import records as rec
+from scavenger.router.events import ReadHistory, RouterAction, Send, Write
+from scavenger.wire import EngineSpec, Fleet, Message, SampleKey, Sampling, WeightSource
+
+
+class IllegalTransition(Exception):
+    """A bug: the core tried a step that the table does not hold. Names the sample, its state and the step; nothing was changed."""
+
+
+class SampleStatus(StrEnum):
+    QUEUED = "queued"  # waits for a worker
+    LEASED = "leased"  # a worker generates it
+    UNCONFIRMED = "unconfirmed"  # leased before the daemon restarted; its worker has not come back yet
+    COMPLETE = "complete"  # last token accepted
+    ENDED = "ended"  # consumed, filtered, masked, evaluated, superseded, poisoned or surplus
+
+
+#: What may happen to a sample: (state, step) -> state. Anything else is a bug.
+TRANSITIONS: dict[tuple[SampleStatus, str], SampleStatus] = {
+    (SampleStatus.QUEUED, "lease"): SampleStatus.LEASED,
+    (SampleStatus.LEASED, "release"): SampleStatus.QUEUED,
+    (SampleStatus.LEASED, "finish"): SampleStatus.COMPLETE,
+    (SampleStatus.UNCONFIRMED, "confirm"): SampleStatus.LEASED,
+    (SampleStatus.UNCONFIRMED, "release"): SampleStatus.QUEUED,
+    (SampleStatus.QUEUED, "finish"): SampleStatus.COMPLETE,  # every token was durable, only the flag was lost
+    (SampleStatus.COMPLETE, "end"): SampleStatus.ENDED,
+    (SampleStatus.ENDED, "reopen"): SampleStatus.COMPLETE,
+    (SampleStatus.QUEUED, "abandon"): SampleStatus.ENDED,
+    (SampleStatus.LEASED, "abandon"): SampleStatus.ENDED,
+    (SampleStatus.UNCONFIRMED, "abandon"): SampleStatus.ENDED,
+    (SampleStatus.COMPLETE, "abandon"): SampleStatus.ENDED,
+}
+
+
+class WorkerStatus(StrEnum):
+    LOADING = "loading"  # connected, without the version that its run needs
+    READY = "ready"
+    SLEEPING = "sleeping"  # asked to sleep, has not answered
+    ASLEEP = "asleep"
+    DRAINING = "draining"  # asked to leave
+    AWAY = "away"  # restored from the ledger, has not come back yet
+
+
+@dataclass(slots=True)
+class Sample:
+    id: int
+    group: Group
+    index: int
+    status: SampleStatus = SampleStatus.QUEUED
+    epoch: int = 0
+    worker_id: int = 0  # holder of the lease; 0 = none
+    last_worker_id: int = 0  # who generated last: gets the acks
+    lease_version: int = 0
+    lease_offset: int = 0
+    leased_at: float = 0.0
+    accepted: int = 0
+    durable: int = 0
+    tokens: bytearray = field(default_factory=bytearray)
+    logprobs: bytearray = field(default_factory=bytearray)
+    raw_logprobs: bytearray = field(default_factory=bytearray)
+    finish: str = ""
+    moves: int = 0
+    reward: float | None = None
+    error: str | None = None
+    failures: int = 0
+    failed_nodes: set[str] = field(default_factory=set)
+    reported: int = 0  # length in the worker's last heartbeat
+    chunk_at: float = 0.0
+
+    def step(self, step: str) -> None:
+        """Take one legal step, or raise and change nothing."""
+        target = TRANSITIONS.get((self.status, step))
+        if target is None:
+            raise IllegalTransition(f"sample {self.id} is {self.status} and cannot {step}")
+        self.status = target
+
+    @property
+    def key(self) -> SampleKey:
+        return SampleKey(self.group.purpose, self.group.step, self.group.prompt_index, self.index)
+
+    @property
+    def done(self) -> bool:
+        """Nothing more will be generated for it: complete, or given up and masked."""
+        return self.status is SampleStatus.COMPLETE or (self.status is SampleStatus.ENDED and self.error is not None)
+
+
+@dataclass(slots=True)
+class Group:
+    """`delivered_to`: the attempt that was sent the group, 0 = none. `orphaned`: left by an older attempt, not yet adopted."""
+
+    id: int
+    run: Run
+    purpose: str
+    step: int
+    prompt_index: int
+    take: int
+    version: int
+    root: bytes
+    prompt: bytes
+    meta: str
+    sampling: Sampling
+    samples: list[Sample] = field(default_factory=list)
+    delivered_to: int = 0
+    orphaned: bool = False
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        return (self.purpose, self.step, self.prompt_index)
+
+    @property
+    def done(self) -> bool:
+        return all(s.done for s in self.samples)
+
+    @property
+    def durable(self) -> bool:
+        return all(s.durable == s.accepted for s in self.samples)
+
+
+@dataclass(slots=True)
+class Version:
+    version: int
+    step: int
+    root: bytes
+    manifest: bytes
+    source: WeightSource | None = None  # None: published before the daemon restarted, not announced again yet
+
+
+@dataclass(slots=True)
+class Run:
+    id: int
+    name: str
+    owner_key: str
+    seed: int
+    engine: EngineSpec
+    attempt: int = 0
+    harvest: bool = True
+    max_engines: int = 0
+    gpus_per_engine: int = 1
+    poison_after: int = 3
+    on_poison: str = "stop"
+    conn: int | None = None
+    opening: tuple[int, int] | None = None  # (conn, call id) of an OpenRun that waits for its history
+    versions: dict[int, Version] = field(default_factory=dict)
+    next_version: int = 1
+    last_step: int = 0
+    resume_step: int = 0
+    by_key: dict[tuple[str, int, int], Group] = field(default_factory=dict)
+    queue: OrderedDict[int, Sample] = field(default_factory=OrderedDict)
+    workers: dict[int, Worker] = field(default_factory=dict)
+    reserved_awake: bool = True
+    stopped: str = ""
+    ended: bool = False
+    step_samples: int = 0  # samples of the newest submitted step: what the fleet is sized for
+    trainer_seen: float = 0.0
+    fleet: Fleet | None = None  # last one sent
+
+
+@dataclass(slots=True)
+class Worker:
+    id: int
+    run: Run
+    kind: str
+    intent_id: str
+    session: str
+    incarnation: int
+    job_id: int
+    node: str
+    gpus: int
+    conn: int | None
+    status: WorkerStatus
+    last_seen: float
+    loaded_version: int = -1
+    asked_version: int = -1
+    asked_at: float = 0.0
+    load_failures: int = 0
+    suspect: bool = False
+    progress: int = 0
+    leases: dict[int, Sample] = field(default_factory=dict)
+    notice: bool = False
+    idle_since: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the core needs of the daemon's configuration. Seconds; tokens."""
+
+    heartbeat_s: float = 1.0
+    suspect_s: float = 4.0
+    dead_s: float = 12.0
+    reconnect_s: float = 15.0
+    flush_ms: float = 100.0
+    flush_tokens: int = 32
+    trainer_silent_s: float = 60.0
+
+
+class Core:
+    """The tables and the effects under way. One per daemon."""
+
+    def __init__(self, limits: Limits, generation: int) -> None:
+        self.limits = limits
+        self.generation = generation
+        self.runs: dict[str, Run] = {}
+        self.groups: dict[int, Group] = {}
+        self.samples: dict[int, Sample] = {}
+        self.workers: dict[int, Worker] = {}
+        self.by_conn: dict[int, Worker] = {}
+        self.next_run_id = self.next_group_id = self.next_sample_id = self.next_worker_id = 1
+        self.counters: dict[str, int] = {}
+        self.now = 0.0
+        self._ticket = self._settled = 0
+        self._records: list[rec.Record] = []
+        self._sends: list[RouterAction] = []
+        self._deferred: OrderedDict[int, list[RouterAction]] = OrderedDict()
+        self._awaiting: OrderedDict[int, list[tuple[Sample, int]]] = OrderedDict()  # ticket -> (sample, length)
+        self._lengths: list[tuple[Sample, int]] = []
+        self._waiting: list[RouterAction] = []
+
+    # ---- effects of the event being handled
+
+    def record(self, *records: rec.Record) -> None:
+        self._records.extend(records)
+
+    def send(self, conn: int | None, message: Message) -> None:
+        """Send at once: for what promises nothing durable."""
+        if conn is not None:
+            self._sends.append(Send(conn, message))
+
+    def send_durable(self, conn: int | None, message: Message) -> None:
+        """Send when the records of this event are committed: for what promises that they are."""
+        if conn is not None:
+            self._waiting.append(Send(conn, message))
+
+    def read_history(self, run: Run) -> None:
+        self._waiting.append(ReadHistory(run.id, run.attempt, run.resume_step))
+
+    def length_accepted(self, sample: Sample) -> None:
+        """The sample's accepted length becomes durable with this event's records."""
+        self._lengths.append((sample, sample.accepted))
+
+    def event(self, kind: str, run_id: int, subject: str, reason: str, **detail: Any) -> None:
+        """Count something, and write it to the ledger's events."""
+        self.count(kind)
+        self.record(rec.Event(kind, run_id, subject, reason, msgspec.json.encode(detail).decode(), self.now))
+
+    def count(self, name: str, by: int = 1) -> None:
+        self.counters[name] = self.counters.get(name, 0) + by
+
+    # ---- the driver's side
+
+    def finish_event(self) -> list[RouterAction]:
+        """Close the event: hand out its actions, keep what waits for its commit."""
+        actions = self._sends
+        if self._records:
+            self._ticket += 1
+            actions = [Write(self._ticket, tuple(self._records)), *actions]
+        if self._ticket > self._settled:
+            self._deferred.setdefault(self._ticket, []).extend(self._waiting)
+            self._awaiting.setdefault(self._ticket, []).extend(self._lengths)
+        else:  # all that was ever written is durable
+            actions = [*actions, *self._waiting]
+        self._records, self._sends, self._waiting, self._lengths = [], [], [], []
+        return actions
+
+    def settle(self, ticket: int) -> list[tuple[Sample, int]]:
+        """Records up to `ticket` are durable: release what waited for them; returns (sample, durable length) pairs."""
+        self._settled = max(self._settled, ticket)
+        lengths: list[tuple[Sample, int]] = []
+        while self._awaiting and next(iter(self._awaiting)) <= ticket:
+            lengths.extend(self._awaiting.popitem(last=False)[1])
+        while self._deferred and next(iter(self._deferred)) <= ticket:
+            self._sends.extend(self._deferred.popitem(last=False)[1])
+        return lengths
+
+    @property
+    def unsettled(self) -> int:
+        """Tickets handed out and not yet committed."""
+        return self._ticket - self._settled

@@ -1,0 +1,295 @@
+"""What happens to workers: greeting, loading, sleeping, going silent, leaving. Pure.
+
+A worker is *suspect* when it was silent for `suspect_s` (no new leases) and dead when it said goodbye, when Slurm says that its job is
+over, when a later incarnation greets under its key, or after `dead_s` of silence. Fencing by epoch makes an early move safe.
+"""
+
+from __future__ import annotations
+
+from scavenger.ledger import records as rec
+from scavenger.router import samples as sm
+from scavenger.router.events import Identity
+from scavenger.router.state import Core, Run, SampleStatus, Worker, WorkerStatus
+from scavenger.wire import (
+    OLDEST_PROTOCOL,
+    PROTOCOL,
+    Ack,
+    Asleep,
+    Chunks,
+    Drain,
+    Goodbye,
+    GoodbyeAck,
+    Heartbeat,
+    HeartbeatAck,
+    Held,
+    HelloAgain,
+    Rejected,
+    Revoke,
+    SampleFailed,
+    Sleep,
+    UseWeights,
+    Wake,
+    WeightsFailed,
+    WeightsLoaded,
+    Welcome,
+    WorkerHello,
+)
+
+MAX_LOAD_FAILURES = 5
+RETRY_LOAD_S = 1.0
+
+
+def hello(core: Core, conn: int, identity: Identity, hello: WorkerHello) -> None:
+    """Greet a worker, new or back again, or say why not."""
+    refusal = _hello_fault(core, identity, hello)
+    if refusal is not None:
+        if not refusal.retry:
+            core.event("hello_refused", 0, hello.run, refusal.reason, node=hello.node, job_id=hello.job_id)
+        core.send(conn, refusal)
+        return
+    run = core.runs[hello.run]
+    same = (hello.session, identity.intent_id, hello.kind)
+    worker = next((w for w in run.workers.values() if (w.session, w.intent_id, w.kind) == same), None)
+    if worker is None:
+        for other in list(run.workers.values()):
+            if identity.intent_id and other.intent_id == identity.intent_id:
+                gone(core, other, "a later incarnation greeted", crashed=False)
+        worker = _join(core, conn, identity, hello, run)
+    else:
+        core.by_conn.pop(worker.conn or -1, None)
+        worker.conn, worker.last_seen, worker.suspect = conn, core.now, False
+        if worker.status is WorkerStatus.AWAY:
+            worker.status = WorkerStatus.LOADING
+    core.by_conn[conn] = worker
+    limits = core.limits
+    core.send_durable(
+        conn, Welcome(worker.id, core.generation, run.name, run.engine, limits.heartbeat_s, limits.flush_ms, limits.flush_tokens)
+    )  # fmt: skip
+    worker.loaded_version = worker.asked_version = hello.loaded_version
+    _resume_leases(core, worker, hello.held)
+    if worker.kind == "reserved" and not run.reserved_awake and worker.status not in (WorkerStatus.ASLEEP, WorkerStatus.SLEEPING):
+        put_to_sleep(core, worker)
+    steer(core, worker)
+
+
+def _hello_fault(core: Core, identity: Identity, hello: WorkerHello) -> Rejected | None:
+    if not OLDEST_PROTOCOL <= hello.protocol <= PROTOCOL:
+        return Rejected(
+            f"protocol {hello.protocol}: this daemon speaks {OLDEST_PROTOCOL} to {PROTOCOL}", "run workers and daemon of one release"
+        )
+    if identity.role == "worker" and identity.run != hello.run:
+        return Rejected(f"this key was minted for another run than {hello.run!r}", "start the worker with its own key file")
+    if hello.kind not in ("harvested", "reserved") or (hello.kind == "harvested") != (identity.role == "worker"):
+        why = f"a {hello.kind} worker cannot greet with the key of a {identity.role}"
+        return Rejected(why, "harvested workers use the key of their job")
+    run = core.runs.get(hello.run)
+    if run is None or run.attempt == 0:
+        return Rejected(f"run {hello.run!r} is not open", "it is tried again until its trainer has opened the run", retry=True)
+    if identity.role == "owner" and identity.public_key != run.owner_key:
+        return Rejected(f"run {hello.run!r} belongs to another key", "use the key that opened the run")
+    if run.ended:
+        return Rejected(f"run {hello.run!r} has ended", "nothing is left to do")
+    return None
+
+
+def _join(core: Core, conn: int, identity: Identity, hello: WorkerHello, run: Run) -> Worker:
+    worker = Worker(
+        core.next_worker_id, run, hello.kind, identity.intent_id, hello.session, hello.incarnation,
+        hello.job_id, hello.node, hello.gpus, conn, WorkerStatus.LOADING, core.now, idle_since=core.now,
+    )  # fmt: skip
+    core.next_worker_id += 1
+    core.workers[worker.id] = run.workers[worker.id] = worker
+    core.record(
+        rec.WorkerJoined(
+            worker.id, run.id, hello.kind, identity.intent_id, hello.session, hello.incarnation,
+            hello.job_id, hello.node, hello.gpus, hello.engine, core.now,
+        )
+    )  # fmt: skip
+    return worker
+
+
+def _resume_leases(core: Core, worker: Worker, held: tuple[Held, ...]) -> None:
+    """Reconcile what a greeting worker holds with what it may hold."""
+    holds = {(h.sample_id, h.epoch) for h in held}
+    for sample in list(worker.leases.values()):
+        if (sample.id, sample.epoch) not in holds:
+            sm.release(core, sample, "the worker does not hold it any more")
+        elif sample.status is SampleStatus.UNCONFIRMED:
+            sample.step("confirm")
+    stale = tuple((h.sample_id, h.epoch) for h in held if not _may_hold(core, worker, h))
+    if stale:
+        core.event("stale_leases", worker.run.id, f"worker {worker.id}", "the sample moved on while the worker was away", count=len(stale))
+        core.send_durable(worker.conn, Revoke(stale, "the sample moved on"))
+    durable = tuple(
+        Held(h.sample_id, h.epoch, core.samples[h.sample_id].durable) for h in held if _may_hold(core, worker, h)
+    )  # fmt: skip
+    if durable:
+        core.send_durable(worker.conn, Ack(durable))
+
+
+def _may_hold(core: Core, worker: Worker, held: Held) -> bool:
+    sample = core.samples.get(held.sample_id)
+    if sample is None or sample.epoch != held.epoch:
+        return False
+    return sample.worker_id == worker.id or (sample.done and sample.last_worker_id == worker.id)
+
+
+def said(core: Core, conn: int, message: object) -> None:
+    """A message of a greeted worker. One whose connection is unknown is asked to greet again."""
+    worker = core.by_conn.get(conn)
+    if worker is None:
+        core.send(conn, HelloAgain("this connection is not known"))
+        return
+    worker.last_seen = core.now
+    if worker.suspect:
+        worker.suspect = False
+        core.event("worker_back", worker.run.id, f"worker {worker.id}", "heard again before it was given up")
+    match message:
+        case Chunks(chunks=chunks):
+            for chunk in chunks:
+                sm.accept_chunk(core, worker, chunk)
+        case Heartbeat():
+            _heartbeat(core, worker, message)
+        case WeightsLoaded(version=version):
+            _loaded(core, worker, message, version)
+        case WeightsFailed():
+            _load_failed(core, worker, message)
+        case SampleFailed():
+            _sample_failed(core, worker, message)
+        case Asleep():
+            _asleep(core, worker)
+        case Goodbye(reason=reason, notice=notice):
+            worker.notice = notice
+            core.send_durable(conn, GoodbyeAck())
+            gone(core, worker, reason, crashed=False)
+
+
+def _heartbeat(core: Core, worker: Worker, beat: Heartbeat) -> None:
+    worker.progress = beat.progress
+    lengths = {(h.sample_id, h.epoch): h.length for h in beat.held}
+    for sample in list(worker.leases.values()):
+        length = lengths.pop((sample.id, sample.epoch), None)
+        if length is not None:
+            sample.reported = length
+        elif core.now - sample.leased_at > 3 * core.limits.heartbeat_s and core.now - sample.chunk_at > 3 * core.limits.heartbeat_s:
+            sm.release(core, sample, "the assignment was lost")
+    stale = tuple(
+        (sample_id, epoch) for sample_id, epoch in lengths if not _may_hold(core, worker, Held(sample_id, epoch, 0))
+    )  # fmt: skip
+    if stale:
+        core.send(worker.conn, Revoke(stale, "the sample moved on"))
+    core.send(worker.conn, HeartbeatAck(core.generation))
+    steer(core, worker)
+
+
+def _loaded(core: Core, worker: Worker, message: WeightsLoaded, version: int) -> None:
+    known = worker.run.versions.get(version)
+    if known is None or known.root != message.root:
+        core.event("weights_refused", worker.run.id, f"worker {worker.id}", f"loaded version {version} under another root hash")
+        drain(core, worker, "it holds weights that nobody published")
+        return
+    worker.loaded_version = version
+    worker.load_failures = 0
+    core.event(
+        "weights_loaded", worker.run.id, f"worker {worker.id}", f"version {version}", pull_s=message.pull_s, load_s=message.load_s
+    )  # fmt: skip
+    if worker.status is WorkerStatus.LOADING:
+        worker.status = WorkerStatus.READY
+    steer(core, worker)
+
+
+def _load_failed(core: Core, worker: Worker, message: WeightsFailed) -> None:
+    worker.load_failures += 1
+    worker.asked_version = worker.loaded_version
+    core.event("weights_failed", worker.run.id, f"worker {worker.id}", message.reason, version=message.version)
+    if worker.load_failures >= MAX_LOAD_FAILURES:
+        drain(core, worker, f"weights could not be loaded {worker.load_failures} times: {message.reason}")
+
+
+def _sample_failed(core: Core, worker: Worker, message: SampleFailed) -> None:
+    sample = worker.leases.get(message.sample_id)
+    if sample is None or sample.epoch != message.epoch:
+        return
+    core.event("sample_failed", worker.run.id, f"sample {sample.id}", message.reason, worker=worker.id, node=worker.node)
+    sm.release(core, sample, message.reason, crashed=True)
+
+
+def put_to_sleep(core: Core, worker: Worker) -> None:
+    worker.status = WorkerStatus.SLEEPING
+    core.send_durable(worker.conn, Sleep())
+
+
+def _asleep(core: Core, worker: Worker) -> None:
+    """Everything it generated came before this message, so its samples move with all their tokens."""
+    for sample in list(worker.leases.values()):
+        sm.release(core, sample, "reserved worker sleeps")
+    if worker.status is WorkerStatus.SLEEPING:
+        worker.status = WorkerStatus.ASLEEP
+    if worker.run.reserved_awake:
+        wake(core, worker)
+
+
+def wake(core: Core, worker: Worker) -> None:
+    """Take the GPU again; a worker that has not answered Sleep yet is woken when it does."""
+    if worker.status is WorkerStatus.ASLEEP:
+        core.send(worker.conn, Wake())
+        worker.status = WorkerStatus.READY if worker.loaded_version >= 0 else WorkerStatus.LOADING
+        steer(core, worker)
+
+
+def steer(core: Core, worker: Worker) -> None:
+    """Have an idle worker load what its run needs next. A worker with leases finishes them first: one version a sample (I4)."""
+    if worker.conn is None or worker.status not in (WorkerStatus.LOADING, WorkerStatus.READY) or worker.leases:
+        return
+    wanted = sm.target_version(worker.run)
+    version = worker.run.versions.get(wanted)
+    if version is None or version.source is None or wanted == worker.loaded_version == worker.asked_version:
+        if version is not None and wanted == worker.loaded_version:
+            worker.status = WorkerStatus.READY
+        return
+    if worker.asked_version == wanted or (worker.load_failures and core.now - worker.asked_at < RETRY_LOAD_S):
+        return
+    worker.asked_version, worker.asked_at, worker.status = wanted, core.now, WorkerStatus.LOADING
+    core.send(worker.conn, UseWeights(wanted, version.manifest, (version.source,)))
+
+
+def drain(core: Core, worker: Worker, reason: str) -> None:
+    """Ask a worker to flush and leave for good."""
+    if worker.status is not WorkerStatus.DRAINING:
+        worker.status = WorkerStatus.DRAINING
+        core.send(worker.conn, Drain(reason))
+
+
+def gone(core: Core, worker: Worker, reason: str, *, crashed: bool) -> None:
+    """The worker is dead or has left: every lease of its moves with all tokens that were accepted."""
+    samples = list(worker.leases.values())
+    salvaged = sum(s.accepted for s in samples)
+    regenerated = 0
+    for sample in samples:
+        lost = 0 if worker.notice else sm.lost_tokens(core, sample)
+        regenerated += lost
+        sm.release(core, sample, reason, regenerated=lost, crashed=crashed)
+    core.record(rec.WorkerLeft(worker.id, reason, worker.notice, len(samples), salvaged, regenerated, core.now))
+    core.count("workers_lost")
+    worker.run.workers.pop(worker.id, None)
+    core.workers.pop(worker.id, None)
+    if worker.conn is not None:
+        core.by_conn.pop(worker.conn, None)
+
+
+def watch(core: Core, worker: Worker) -> None:
+    """Time passed: suspect the silent, give up the long silent, retry a load that failed."""
+    silent = core.now - worker.last_seen
+    limits = core.limits
+    if worker.status is WorkerStatus.AWAY:
+        if silent > limits.reconnect_s:
+            gone(core, worker, f"did not come back within {limits.reconnect_s:g} s of the daemon's restart", crashed=False)
+    elif silent > limits.dead_s:
+        gone(core, worker, f"silent for {limits.dead_s:g} s", crashed=False)
+    elif silent > limits.suspect_s and not worker.suspect:
+        worker.suspect = True
+        core.event("worker_suspect", worker.run.id, f"worker {worker.id}", f"silent for {limits.suspect_s:g} s", node=worker.node)
+    else:
+        steer(core, worker)
+
+
