@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ def lacks(*programs: str) -> str:
     return f"no {', '.join(missing)} here" if missing else ""
 
 
-SERVICES = {
+SERVICES: dict[str, Callable[[], str]] = {
     "slurm": lambda: lacks(*SLURM),
     "mpi": lambda: lacks("mpirun"),
     "gpu": lambda: "" if Path("/dev/nvidia0").exists() else "no NVIDIA GPU here",
