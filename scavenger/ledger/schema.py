@@ -1,0 +1,366 @@
+"""The ledger's tables, as SQLAlchemy Core metadata. Pure; one schema for SQLite and PostgreSQL.
+
+Owns names, types and indexes. `migrations/` must add up to exactly this (a test holds it). Conventions:
+
+- Every integer is 64 bits wide, every time is Unix seconds as a double, every payload is a packed little-endian array (`wire`).
+- Ids come from the core, except the `id` of append-only tables, which the database counts.
+- There are no foreign keys. The writer batches rows by kind, so a parent may follow its child within a transaction, and a run's
+  contents may be purged while its accounting stays. `ledger check` proves the references instead.
+- Columns marked *derived* repeat what other rows say, so that an admin's query needs one table. Only the writer keeps them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy import Boolean, Column, Double, Index, LargeBinary, MetaData, Table, Text
+
+#: SQLite counts ids by itself only in a column whose type is spelled INTEGER; there it is 64 bits wide too.
+Int = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
+
+metadata = MetaData()
+
+
+def _int(name: str, **options: Any) -> Column[int]:
+    return Column(name, Int, nullable=False, **options)
+
+
+def _key(name: str) -> Column[int]:
+    return Column(name, Int, primary_key=True, autoincrement=False)
+
+
+def _counted() -> Column[int]:
+    return Column("id", Int, primary_key=True, autoincrement=True)
+
+
+def _text(name: str, **options: Any) -> Column[str]:
+    return Column(name, Text, nullable=False, **options)
+
+
+def _time(name: str) -> Column[float]:
+    return Column(name, Double, nullable=False)
+
+
+def _maybe_time(name: str) -> Column[float | None]:
+    return Column(name, Double, nullable=True)
+
+
+def _bytes(name: str) -> Column[bytes]:
+    return Column(name, LargeBinary, nullable=False)
+
+
+# ---------------------------------------------------------------- who writes
+
+#: One row for each life of a daemon on this ledger. Every transaction of the writer moves `batch` from n to n + 1 on its own row,
+#: which fences (a superseded row is not moved) and tells, after a lost connection, whether the last commit took place.
+generations = Table(
+    "generations",
+    metadata,
+    _key("generation"),
+    _text("host"),
+    _int("pid"),
+    _text("code_version"),
+    _time("started_at"),
+    _time("committed_at"),
+    _int("batch"),
+    _maybe_time("superseded_at"),
+)
+
+# ---------------------------------------------------------------- runs
+
+runs = Table(
+    "runs",
+    metadata,
+    _key("run_id"),
+    _text("name"),
+    _text("owner_key"),
+    _int("seed"),
+    _text("config"),
+    _text("engine"),
+    _text("tokenizer"),
+    _time("created_at"),
+    _text("state"),  # active | finished | failed | stopped
+    _text("reason"),
+    _maybe_time("ended_at"),
+    _int("attempt"),  # derived: the newest
+    _int("resume_step"),  # derived: of the newest attempt
+    _int("last_step"),  # derived: the last surviving train step
+    _int("last_version"),  # derived: the highest published, 0 = none
+    Index("ix_runs_name", "name"),
+    Index("ix_runs_state", "state"),
+)
+
+attempts = Table(
+    "attempts",
+    metadata,
+    _key("run_id"),
+    _key("attempt"),
+    _text("host"),
+    _int("job_id"),
+    _int("resume_step"),
+    _text("config"),
+    _text("engine"),
+    _time("started_at"),
+)
+
+weight_versions = Table(
+    "weight_versions",
+    metadata,
+    _key("run_id"),
+    _key("version"),
+    _int("step"),
+    _int("attempt"),
+    _bytes("root"),
+    _bytes("manifest"),
+    _int("nbytes"),
+    _time("published_at"),
+)
+
+#: A step may be committed once by each attempt; the one that survives has no `rewound_by` (the attempt that went back before it).
+steps = Table(
+    "steps",
+    metadata,
+    _counted(),
+    _int("run_id"),
+    _text("purpose"),  # train | eval
+    _int("step"),
+    _int("attempt"),
+    _int("version"),
+    _text("metrics"),
+    _time("committed_at"),
+    Column("rewound_by", Int, nullable=True),
+    Index("ix_steps_run", "run_id", "purpose", "step"),
+)
+
+checkpoints = Table(
+    "checkpoints",
+    metadata,
+    _counted(),
+    _int("run_id"),
+    _int("step"),
+    _int("version"),
+    _bytes("root"),
+    _text("path"),
+    _time("recorded_at"),
+    Column("rewound_by", Int, nullable=True),
+    Index("ix_checkpoints_run", "run_id", "step"),
+)
+
+# ---------------------------------------------------------------- groups and samples
+
+groups = Table(
+    "groups",
+    metadata,
+    _key("group_id"),
+    _int("run_id"),
+    _text("purpose"),
+    _int("step"),
+    _int("prompt_index"),
+    _int("take"),
+    _int("created_version"),
+    _int("version"),  # the one it goes on under, after adoption
+    _bytes("prompt"),
+    _int("n"),
+    _int("first_sample_id"),
+    _text("sampling"),
+    _text("meta"),
+    _time("created_at"),
+    _int("delivered_attempt"),  # 0 = never delivered
+    _maybe_time("delivered_at"),
+    Index("ix_groups_run", "run_id", "purpose", "step"),
+)
+
+samples = Table(
+    "samples",
+    metadata,
+    _key("sample_id"),
+    _int("group_id"),
+    _int("run_id"),
+    _int("sample_index"),
+    _text("state"),  # open | complete | consumed | filtered | masked | evaluated | surplus | superseded | poisoned
+    _text("reason"),
+    _text("finish"),  # "" | stop | length
+    _int("accepted_len"),  # derived, tokens
+    _int("epoch"),  # derived: the highest granted
+    _int("moves"),  # derived: leases that went on after accepted tokens
+    _int("worker_id"),  # derived: of the newest lease, 0 = never leased
+    _int("regenerated"),  # derived, tokens generated again over all its leases
+    Column("reward", Double, nullable=True),
+    Column("advantage", Double, nullable=True),
+    _int("ended_step"),
+    _int("ended_attempt"),
+    _maybe_time("finished_at"),
+    _maybe_time("ended_at"),
+    Index("ix_samples_group", "group_id"),
+    # Finds the few that are in flight, or that a replay may need, among millions that are final.
+    Index("ix_samples_state", "state", "run_id", "ended_step"),
+)
+
+#: Every end and reopening of a sample, in order. `samples` keeps the last one; an audit of I3 needs them all.
+sample_ends = Table(
+    "sample_ends",
+    metadata,
+    _counted(),
+    _int("sample_id"),
+    _text("state"),  # as samples.state, or "reopened"
+    _text("reason"),
+    _int("step"),
+    _int("attempt"),
+    Column("reward", Double, nullable=True),
+    Column("advantage", Double, nullable=True),
+    _time("at"),
+    Index("ix_sample_ends_sample", "sample_id"),
+)
+
+leases = Table(
+    "leases",
+    metadata,
+    _key("sample_id"),
+    _key("epoch"),
+    _int("worker_id"),
+    _int("version"),
+    _int("start_len"),  # accepted tokens when it was granted
+    _int("end_len"),  # accepted tokens when it ended
+    _int("regenerated"),
+    _text("reason"),  # "" while it is open
+    _time("granted_at"),
+    _maybe_time("ended_at"),
+    Index("ix_leases_worker", "worker_id"),
+)
+
+#: The hot table: appended to and read, never updated. It has no unique key but the row number, because a unique composite key
+#: costs several times the insert itself; that offsets join up is proved by the core, by every snapshot and by `ledger check`.
+chunks = Table(
+    "chunks",
+    metadata,
+    _counted(),
+    _int("sample_id"),
+    _int("epoch"),
+    _int("start_len"),  # offset of the first token within the answer
+    _int("n_tokens"),
+    _int("version"),
+    _int("worker_id"),
+    _time("at"),
+    _bytes("tokens"),  # int32
+    _bytes("logprobs"),  # float32, under the sampling distribution
+    _bytes("raw_logprobs"),  # float32, under the raw model
+    Index("ix_chunks_sample", "sample_id"),
+)
+
+# ---------------------------------------------------------------- workers, jobs, cluster
+
+workers = Table(
+    "workers",
+    metadata,
+    _key("worker_id"),
+    _int("run_id"),
+    _text("kind"),  # harvested | reserved
+    _text("intent_id"),
+    _text("session"),
+    _int("incarnation"),
+    _int("job_id"),
+    _text("node"),
+    _int("gpus"),
+    _text("engine"),
+    _time("joined_at"),
+    _maybe_time("left_at"),
+    _text("reason"),
+    Column("notice", Boolean, nullable=True),  # null while it is here
+    _int("samples"),  # in flight when it left
+    _int("salvaged"),
+    _int("regenerated"),
+    Index("ix_workers_intent", "intent_id", "incarnation"),
+    Index("ix_workers_left", "left_at"),
+)
+
+jobs = Table(
+    "jobs",
+    metadata,
+    Column("intent_id", Text, primary_key=True),
+    _int("run_id"),
+    _text("partition"),
+    _int("gpus"),
+    _text("worker_key"),
+    _time("intended_at"),
+    _int("job_id"),  # 0 = not known to be submitted
+    _maybe_time("submitted_at"),
+    _text("last_state"),  # derived from job_states, "" = never observed
+    _text("flags"),
+    _text("reason"),
+    _text("node"),
+    _int("restart_count"),
+    _maybe_time("observed_at"),
+    _maybe_time("ended_at"),
+    Index("ix_jobs_ended", "ended_at"),
+    Index("ix_jobs_job", "job_id"),
+)
+
+job_states = Table(
+    "job_states",
+    metadata,
+    _counted(),
+    _text("intent_id"),
+    _int("job_id"),
+    _text("state"),
+    _text("flags"),
+    _text("reason"),
+    _text("node"),
+    _int("restart_count"),
+    _time("at"),
+    Index("ix_job_states_intent", "intent_id"),
+)
+
+holds = Table(
+    "holds",
+    metadata,
+    Column("intent_id", Text, primary_key=True),
+    _key("restart_count"),
+    _int("job_id"),
+    _text("node"),
+    _int("gpus"),
+    _time("started_at"),
+    _maybe_time("ended_at"),
+    _text("reason"),  # "" while it is held
+    Index("ix_holds_started", "started_at"),
+)
+
+cluster_samples = Table(
+    "cluster_samples",
+    metadata,
+    _counted(),
+    _int("idle"),
+    _int("harvested"),
+    _int("others"),
+    _int("reserved"),
+    _int("unusable"),
+    _int("pending_others"),
+    _time("at"),
+    Index("ix_cluster_samples_at", "at"),
+)
+
+decisions = Table(
+    "decisions",
+    metadata,
+    _counted(),
+    _text("policy"),
+    _text("action"),
+    _text("subject"),
+    _text("reason"),
+    _text("inputs"),
+    _time("at"),
+    Index("ix_decisions_at", "at"),
+)
+
+events = Table(
+    "events",
+    metadata,
+    _counted(),
+    _text("kind"),
+    _int("run_id"),
+    _text("subject"),
+    _text("reason"),
+    _text("detail"),
+    _time("at"),
+    Index("ix_events_kind", "kind", "at"),
+)

@@ -1,0 +1,209 @@
+"""Opening a ledger: URLs, pragmas, permissions, the file system below, and the schema's revisions.
+
+Owns every setting on which durability rests. Knows no record. A ledger is SQLite (one host, WAL, every commit synced) or
+PostgreSQL (psycopg 3, `synchronous_commit=on`); anything else is refused.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import sqlalchemy as sa
+from alembic import command
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy.pool import NullPool
+
+from scavenger import resources
+from scavenger.errors import LedgerError
+
+#: File systems whose locks and shared memory do not reach from one host to another, as /proc/mounts spells them.
+NETWORK_FILE_SYSTEMS = frozenset(
+    "nfs nfs4 lustre gpfs beegfs cifs smb3 smbfs ceph afs 9p orangefs pvfs2 glusterfs fuse.glusterfs fuse.sshfs fuse.ceph panfs "
+    "wekafs pxd mmfs gfs2 ocfs2 daos fuse.daos fuse.dfuse fuse.juicefs".split()
+)
+_BUSY_TIMEOUT_S = 2.0
+_PAGE_CACHE_KIB = 65_536
+_WAL_CHECKPOINT_PAGES = 4_000
+_READER_TIMEOUT_MS = 60_000
+_WRITER_LOCK_TIMEOUT_MS = 10_000
+#: A connection's option: how SQLite opens its transactions. Only the writer takes the write lock at once.
+BEGIN = "ledger_begin"
+
+
+# ---------------------------------------------------------------- where a ledger may lie
+
+
+def mount_type(path: str, mounts: str) -> str:
+    """The type of the file system that holds the absolute `path`, given the text of /proc/mounts; "" when it names none. Pure."""
+    best, found = -1, ""
+    for line in mounts.splitlines():
+        fields = line.split()
+        if len(fields) < 3:
+            continue
+        point = fields[1].replace("\\040", " ").replace("\\011", "\t").replace("\\134", "\\").rstrip("/")
+        inside = path == point or path.startswith(point + "/")
+        # Of two mounts on one point the later hides the earlier.
+        if inside and len(point) >= best:
+            best, found = len(point), fields[2]
+    return found
+
+
+def _refuse_network_file_system(directory: Path) -> None:
+    mounts = Path("/proc/mounts")
+    if not mounts.exists():  # not Linux: nothing to read, and no cluster node either
+        return
+    kind = mount_type(os.path.realpath(directory), mounts.read_text(encoding="utf-8", errors="surrogateescape"))
+    if kind in NETWORK_FILE_SYSTEMS:
+        raise LedgerError(
+            f"the ledger {directory} lies on a network file system ({kind}), where SQLite's write-ahead log can lose commits",
+            "set daemon.state_dir or daemon.ledger to a local disk, or use PostgreSQL: postgresql://user@host/database",
+        )
+
+
+def parse(url: str) -> sa.URL:
+    """A ledger's URL with its driver. Raises `LedgerError` for what cannot hold a ledger."""
+    try:
+        parsed = sa.make_url(url)
+    except sa.exc.ArgumentError as error:
+        raise LedgerError(f"the ledger's URL cannot be read: {error}", "sqlite:////absolute/path or postgresql://…") from error
+    backend = parsed.drivername.split("+")[0]
+    if backend in ("postgresql", "postgres"):
+        return parsed.set(drivername="postgresql+psycopg")
+    if backend != "sqlite":
+        raise LedgerError(f"a ledger cannot be kept in {backend}", "use sqlite:////absolute/path or postgresql://…")
+    if not parsed.database or parsed.database == ":memory:" or parsed.database.startswith("file:"):
+        raise LedgerError("a ledger in memory would not survive its daemon", "name a file: sqlite:////absolute/path")
+    return parsed
+
+
+def _prepare_file(path: Path) -> None:
+    """Make the directory (0700) and the file (0600). SQLite gives its log and index the file's own mode.
+
+    A directory that exists keeps its mode: it may be somebody's home.
+    """
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _refuse_network_file_system(path.parent)
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        if path.stat().st_mode & 0o077:
+            path.chmod(0o600)
+    except OSError as error:
+        raise LedgerError(f"the ledger {path} cannot be opened: {error.strerror}", "check the path and its permissions") from error
+
+
+# ---------------------------------------------------------------- engines
+
+
+def open_engine(url: str) -> sa.Engine:
+    """An engine that may write. The SQLite file is made (0600) if it is missing; tables come from `upgrade`.
+
+    Raises `LedgerError` for an unusable URL, a missing driver, or SQLite on a network file system.
+    """
+    parsed = parse(url)
+    if parsed.drivername == "sqlite":
+        path = Path(str(parsed.database))
+        _prepare_file(path)
+        return _sqlite_engine(f"file:{quote(str(path.absolute()))}?mode=rw", writes=True)
+    return _postgres_engine(parsed, f"-c synchronous_commit=on -c lock_timeout={_WRITER_LOCK_TIMEOUT_MS}")
+
+
+def open_readonly(url: str) -> sa.Engine:
+    """An engine that cannot write. Raises `LedgerError` when there is no such ledger.
+
+    Keep its transactions short: a reader that stays open keeps SQLite's log from shrinking and PostgreSQL's rows from vacuum.
+    """
+    parsed = parse(url)
+    if parsed.drivername == "sqlite":
+        path = Path(str(parsed.database))
+        if not path.is_file():
+            raise LedgerError(f"there is no ledger at {path}", "start the daemon once, or check daemon.state_dir and daemon.ledger")
+        return _sqlite_engine(f"file:{quote(str(path.absolute()))}?mode=ro", writes=False)
+    return _postgres_engine(parsed, f"-c default_transaction_read_only=on -c statement_timeout={_READER_TIMEOUT_MS}")
+
+
+def _sqlite_engine(uri: str, *, writes: bool) -> sa.Engine:
+    def connect() -> sqlite3.Connection:
+        # isolation_level None: the driver opens no transaction of its own, `begin` below does.
+        connection = sqlite3.connect(uri, uri=True, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+        if writes:
+            connection.execute("PRAGMA journal_mode=WAL")
+            connection.execute("PRAGMA synchronous=FULL")  # a commit outlives the operating system, not only the process
+            connection.execute(f"PRAGMA wal_autocheckpoint={_WAL_CHECKPOINT_PAGES}")
+        connection.execute(f"PRAGMA cache_size=-{_PAGE_CACHE_KIB}")
+        return connection
+
+    engine = sa.create_engine("sqlite://", creator=connect, poolclass=NullPool)
+
+    def begin(connection: sa.Connection) -> None:
+        connection.exec_driver_sql(f"BEGIN {connection.get_execution_options().get(BEGIN, 'DEFERRED')}")
+
+    sa.event.listen(engine, "begin", begin)
+    return engine
+
+
+def _postgres_engine(url: sa.URL, options: str) -> sa.Engine:
+    given = url.query.get("options", "")
+    settings: dict[str, Any] = {"options": f"{given} {options}".strip() if isinstance(given, str) else options}
+    settings |= {"connect_timeout": 10, "keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 3}
+    settings["tcp_user_timeout"] = 30_000
+    try:
+        return sa.create_engine(url, connect_args=settings, poolclass=NullPool)
+    except ModuleNotFoundError as error:
+        raise LedgerError(f"PostgreSQL needs {error.name}", "pip install 'scavenger[postgres]'") from error
+
+
+# ---------------------------------------------------------------- revisions
+
+
+def _alembic(connection: sa.Connection | None) -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(resources.path("scavenger/ledger/migrations")).replace("%", "%%"))
+    config.attributes["connection"] = connection
+    return config
+
+
+@contextmanager
+def _schema_transaction(url: str) -> Iterator[Config]:
+    engine = open_engine(url)
+    try:
+        with engine.connect().execution_options(**{BEGIN: "IMMEDIATE"}) as connection, connection.begin():
+            yield _alembic(connection)
+    except sa.exc.DBAPIError as error:
+        raise LedgerError(f"the ledger's schema cannot be changed: {error.orig}", "check that the ledger is reachable") from error
+    finally:
+        engine.dispose()
+
+
+def upgrade(url: str, revision: str = "head") -> None:
+    """Bring the ledger's schema up to `revision`, in one transaction. Does nothing when it is there already."""
+    with _schema_transaction(url) as config:
+        command.upgrade(config, revision)
+
+
+def downgrade(url: str, revision: str) -> None:
+    """Take the schema back to `revision` ("base" removes every table), in one transaction."""
+    with _schema_transaction(url) as config:
+        command.downgrade(config, revision)
+
+
+def head() -> str:
+    """The newest revision that this version of the code knows."""
+    return ScriptDirectory.from_config(_alembic(None)).get_current_head() or ""
+
+
+def require_head(connection: sa.Connection) -> None:
+    """Raises `LedgerError` unless the ledger's schema is this code's."""
+    current, wanted = MigrationContext.configure(connection).get_current_revision(), head()
+    if current != wanted:
+        raise LedgerError(
+            f"the ledger's schema is at revision {current or 'none'}, this version needs {wanted}",
+            "run `scavenger ledger upgrade` (an older version cannot use a newer ledger)",
+        )
