@@ -42,6 +42,8 @@ _FLAG_BASE: Mapping[JobFlag, JobState] = {
     JobFlag.SPECIAL_EXIT: JobState.PENDING,
     JobFlag.REVOKED: JobState.CANCELLED,
 }
+_STATES = {state.value: state for state in JobState}
+_FLAGS = {flag.value: flag for flag in JobFlag}
 _NOTHING = frozenset({"", "(null)", "N/A", "n/a", "None", "NONE", "NOT_SET", "Unknown", "INVALID"})
 _UNLIMITED = frozenset({"UNLIMITED", "INFINITE"})
 
@@ -57,8 +59,8 @@ _JOB_FIELDS = (
 
 def squeue_argv(mark: str) -> list[str]:
     """All jobs of all users, finished ones as long as Slurm lists them. `mark`: random letters and digits, fresh a call."""
-    if not re.fullmatch(r"[A-Za-z0-9]{16,64}", mark):
-        raise ValueError("the mark must be 16 to 64 letters and digits")
+    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9]{15,63}", mark):
+        raise ValueError("the mark must be 16 to 64 letters and digits, a letter first")
     return ["squeue", "-h", "-a", "-r", "-t", "all", "-O", ",".join(f"{field}:{mark}" for field in _JOB_FIELDS)]
 
 
@@ -199,10 +201,10 @@ def parse_state(text: str) -> tuple[JobState, frozenset[JobFlag]]:
     base: JobState | None = None
     flags = set()
     for word in re.split(r"[,+]", text.strip()):
-        if word in JobState:
-            base = JobState(word)
-        elif word in JobFlag:
-            flags.add(JobFlag(word))
+        if word in _STATES:
+            base = _STATES[word]
+        elif word in _FLAGS:
+            flags.add(_FLAGS[word])
         else:
             raise ClusterUnavailable(f"unknown job state {text!r}", "this Slurm version may be too new; report it")
     if base is None:

@@ -67,6 +67,15 @@ def title(pid: int) -> str:
         return ""
 
 
+def has_variable(pid: int, entry: str) -> bool:
+    """Whether the process was started with `NAME=value` in its environment; False when it is gone or not ours."""
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as environ:
+            return entry.encode() in environ.read().split(b"\0")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return False
+
+
 def send(pids: Iterable[int], sig: signal.Signals) -> None:
     """Signal each process that still exists."""
     for pid in pids:
@@ -86,6 +95,18 @@ def kill_trees(roots: Iterable[int]) -> tuple[int, ...]:
     pids = tuple(sorted({*pids, *(pid for root in pids for pid in descendants(root, table))}))
     send(pids, signal.SIGKILL)
     return pids
+
+
+def reap(keep: set[int]) -> None:
+    """Collect ended processes that we adopted, leaving the statuses of `keep` to whoever started those."""
+    while True:
+        try:
+            info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return
+        if info is None or info.si_pid in keep:
+            return
+        os.waitpid(info.si_pid, 0)
 
 
 def become_subreaper() -> None:

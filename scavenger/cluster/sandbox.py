@@ -267,7 +267,7 @@ class _Daemons:
             if not left:
                 break
             procs.kill_trees(left)
-            reap(own)
+            procs.reap(own)
             time.sleep(0.01)
         self._end(["munged"], signal.SIGTERM)
 
@@ -282,18 +282,6 @@ class _Daemons:
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()
-
-
-def reap(keep: set[int]) -> None:
-    """Collect ended processes that we adopted, leaving our daemons' statuses to their `Popen`."""
-    while True:
-        try:
-            info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        except ChildProcessError:
-            return
-        if info is None or info.si_pid in keep:
-            return
-        os.waitpid(info.si_pid, 0)
 
 
 def _free_ports(count: int) -> int:
@@ -357,7 +345,7 @@ def _watch(daemons: _Daemons, watch_stdin: bool) -> None:
             if child.poll() is not None and name not in reported:
                 reported.add(name)
                 sys.stderr.write(f"sandbox: {name} ended with status {child.returncode}\n{daemons.errors(name)}\n")
-        reap({child.pid for child in daemons.children.values() if child.returncode is None})
+        procs.reap({child.pid for child in daemons.children.values() if child.returncode is None})
 
 
 def _parser() -> argparse.ArgumentParser:

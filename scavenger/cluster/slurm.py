@@ -6,8 +6,8 @@ observation is three commands whatever the number of jobs.
 
 from __future__ import annotations
 
-import getpass
 import os
+import pwd
 import re
 import secrets
 import subprocess
@@ -49,14 +49,14 @@ class SlurmCluster:
         self.rpc_counts: Counter[str] = Counter()
 
     def info(self) -> ClusterInfo:
-        return commands.parse_info(self._ask(commands.config_argv()), user=getpass.getuser())
+        return commands.parse_info(self._ask(commands.config_argv()), user=pwd.getpwuid(os.getuid()).pw_name)
 
     def view(self) -> ClusterView:
-        # nodes first: a job that starts in between makes a node look idler than it is to nobody, since the queue is
-        # read after it, while the other order could show an idle GPU whose new owner is missing
+        # nodes first: a GPU taken between two commands then shows an owner in the queue; the other order would show a
+        # busy GPU that nobody holds
         nodes = commands.parse_nodes(self._ask(commands.nodes_argv()))
         partitions = commands.parse_partitions(self._ask(commands.partitions_argv()))
-        mark = secrets.token_hex(12)
+        mark = "x" + secrets.token_hex(12)  # a leading digit would be read as a width
         jobs = commands.parse_jobs(self._ask(commands.squeue_argv(mark)), mark)
         known = {node.name for node in nodes}
         lost = sorted({name for part in partitions for name in part.nodes} - known)
