@@ -1,0 +1,286 @@
+"""What a trainer uses, ours or another's: open a run, submit prompts, receive completed groups, publish weights, commit steps.
+
+    with Client.connect(state_dir, key) as client:
+        run = client.open_run(config, engine=spec, tokenizer=path, resume_step=0)
+        run.publish(0, manifest, source)
+        run.submit(1, manifest.version, groups)
+        while waiting:
+            for group in run.poll(timeout_s=0.1):
+                ...
+        run.commit(1, manifest.version, outcomes, metrics)
+
+Synchronous, torch-free, one thread, one socket. Every call blocks until the daemon has made it durable and rides out a daemon that is
+restarted (the rendezvous file is read again); every call may be repeated, so no answer is ever guessed. Knows nothing of how samples
+are generated.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import structlog
+import zmq
+
+from scavenger import keys, wire
+from scavenger.config import RunConfig
+from scavenger.errors import DaemonUnavailable, Refused, StaleAttempt, WireError
+from scavenger.weights import manifest as manifests
+from scavenger.weights.manifest import Manifest
+
+log = structlog.get_logger()
+
+PING_S = 1.0
+#: Silence after which the connection is made anew (the daemon answers a ping at once).
+SILENT_S = 4.0
+#: All samples are said to be complete, yet groups are missing here: attach again after this long.
+MISSING_S = 3.0
+
+
+class Client:
+    """A connection to the daemon that a state directory's rendezvous file names. `give_up_s`: how long a daemon may be away."""
+
+    def __init__(self, state_dir: Path, key: keys.KeyPair, give_up_s: float = 600.0) -> None:
+        self._state_dir = state_dir
+        self._key = key
+        self.give_up_s = give_up_s
+        self._context = zmq.Context()
+        self._socket: zmq.Socket[bytes] | None = None
+        self._next_id = 1
+        self.generation = 0
+        self.heard_at = time.monotonic()
+
+    @classmethod
+    def connect(cls, state_dir: Path, key_path: Path | None = None, give_up_s: float = 600.0) -> Client:
+        """Read the key (default: the owner's) and connect. Raises `AuthError`, `DaemonUnavailable`."""
+        client = cls(state_dir, keys.read_keypair(key_path or keys.owner_key_path(state_dir)), give_up_s)
+        client.reconnect()
+        return client
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close(linger=500)
+            self._socket = None
+        self._context.term()
+
+    def reconnect(self) -> None:
+        """A fresh socket to whatever daemon the rendezvous file names now."""
+        rendezvous = keys.read_rendezvous(self._state_dir)
+        if self._socket is not None:
+            self._socket.close(linger=0)
+        socket = self._context.socket(zmq.DEALER)
+        socket.curve_serverkey = rendezvous.server_key.encode()
+        socket.curve_publickey, socket.curve_secretkey = self._key.public.encode(), self._key.secret.encode()
+        socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
+        socket.setsockopt(zmq.RCVHWM, 0)  # completed groups wait here while the trainer computes
+        socket.connect(rendezvous.endpoint)
+        self._socket = socket
+        self.generation = rendezvous.generation
+        self.heard_at = time.monotonic()
+
+    def send(self, run: str, attempt: int, body: wire.CallBody) -> int:
+        """Send one call and return its id."""
+        assert self._socket is not None
+        call = wire.Call(self._next_id, run, attempt, body)
+        self._next_id += 1
+        self._socket.send(wire.encode(call))
+        return call.id
+
+    def receive(self, timeout_s: float) -> wire.ToTrainer | None:
+        """The next message, or None after `timeout_s`."""
+        assert self._socket is not None
+        if not self._socket.poll(max(0, int(timeout_s * 1000))):
+            return None
+        self.heard_at = time.monotonic()
+        return wire.decode_to_trainer(self._socket.recv())
+
+    def open_run(
+        self, config: RunConfig, *, engine: wire.EngineSpec, tokenizer: str, resume_step: int, host: str = "", job_id: int = 0
+    ) -> Run:
+        """Become the trainer of `config.run.name`; older attempts are fenced from here on.
+
+        Raises `Refused` when the run belongs to another key or another configuration of the ledger.
+        """
+        run = config.run
+        body = wire.OpenRun(
+            wire.PROTOCOL, run.name, run.seed, config.model_dump_json(), engine, tokenizer, run.harvest, run.max_engines,
+            run.gpus_per_engine, resume_step, host, job_id, run.poison_after, run.on_poison,
+        )  # fmt: skip
+        opening = Run(self, run.name)
+        answer = opening.call(body)
+        if not isinstance(answer, wire.RunOpened):
+            raise WireError(f"the daemon answered OpenRun with {type(answer).__name__}")
+        opening.opened(answer)
+        return opening
+
+
+class Run:
+    """One attempt of one run: the handle that `Client.open_run` gives."""
+
+    def __init__(self, client: Client, name: str) -> None:
+        self._client = client
+        self.name = name
+        self.run_id = self.attempt = self.last_step = 0
+        self.next_version = 1
+        self.versions: tuple[tuple[int, int, bytes], ...] = ()
+        self.fleet = wire.Fleet(0, 0, 0, 0, 0)
+        self._arrived: list[wire.GroupDone] = []
+        self._known: dict[int, int] = {}  # group id -> step, of groups received and not committed
+        self._submitted: set[int] = set()  # group ids that were promised and have not arrived
+        self._published: dict[int, wire.PublishVersion] = {}
+        self._pinged_at = self._complete_since = 0.0
+
+    def opened(self, answer: wire.RunOpened) -> None:
+        self.run_id, self.attempt, self.last_step = answer.run_id, answer.attempt, answer.last_step
+        self.next_version, self.versions = answer.next_version, answer.versions
+
+    # ---------------------------------------------------------------- what a trainer does
+
+    def publish(self, step: int, manifest: Manifest, source: wire.WeightSource) -> None:
+        """Offer a version, whose number is `manifest.version`, greater than every one before. The two newest stay announced."""
+        body = wire.PublishVersion(manifest.version, step, manifest.root, manifests.encode(manifest), source)
+        self.call(body)
+        self._published[manifest.version] = body
+        for old in sorted(self._published)[:-2]:
+            del self._published[old]
+        self.next_version = max(self.next_version, manifest.version + 1)
+
+    def submit(self, step: int, version: int, groups: Sequence[wire.GroupSpec], purpose: str = "train") -> tuple[int, ...]:
+        """Have groups generated with a published version; returns their ids. Raises `Refused`, for a prompt over the context too."""
+        answer = self.call(wire.SubmitGroups(step, version, purpose, tuple(groups)))
+        if not isinstance(answer, wire.Accepted):
+            raise WireError(f"the daemon answered SubmitGroups with {type(answer).__name__}")
+        self._submitted.update(set(answer.group_ids) - set(self._known))
+        return answer.group_ids
+
+    def poll(self, timeout_s: float) -> list[wire.GroupDone]:
+        """Completed groups that were not returned before; waits up to `timeout_s` for the first.
+
+        Keeps the connection alive: call it at least every few seconds while groups are outstanding. Raises `Refused` when the run
+        was stopped (a poisoned sample, an operator), `StaleAttempt` when a newer trainer runs, `DaemonUnavailable` after `give_up_s`.
+        """
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self._keep_alive()
+            wait = 0.0 if self._arrived else min(deadline - time.monotonic(), PING_S)
+            message = self._client.receive(wait)
+            if message is not None:
+                self._take(message)
+            elif self._arrived or time.monotonic() >= deadline:
+                arrived, self._arrived = self._arrived, []
+                return arrived
+
+    def set_reserved(self, awake: bool) -> None:
+        """Wake the run's reserved workers, or have them flush, sleep, and give their samples to others."""
+        self.call(wire.SetReserved(awake))
+
+    def commit(
+        self, step: int, version: int, outcomes: Sequence[wire.SampleOutcome], metrics: dict[str, float], purpose: str = "train"
+    ) -> None:
+        """Record that the step was taken with exactly these samples. Every sample of the step's groups needs an outcome."""
+        self.call(wire.CommitStep(step, version, purpose, tuple(outcomes), metrics))
+        self._known = {group: s for group, s in self._known.items() if s != step}
+
+    def checkpoint(self, step: int, version: int, root: bytes, path: str) -> None:
+        """Record a complete checkpoint: what it covers is final."""
+        self.call(wire.RecordCheckpoint(step, version, root, path))
+
+    def close_run(self, state: str, reason: str = "") -> None:
+        """End the run ("finished" | "failed" | "stopped"): harvested engines leave at once."""
+        self.call(wire.CloseRun(state, reason))
+
+    # ---------------------------------------------------------------- the connection
+
+    def call(self, body: wire.CallBody) -> wire.ReplyBody:
+        """Send a call until it is answered. Raises `Refused`, `StaleAttempt`, `DaemonUnavailable`."""
+        give_up = time.monotonic() + self._client.give_up_s
+        call_id = self._client.send(self.name, self.attempt, body)
+        sent_at = time.monotonic()
+        while True:
+            message = self._client.receive(0.2)
+            if isinstance(message, wire.Reply) and message.id == call_id:
+                return self._judge(message.body)
+            if message is not None:
+                self._take(message)
+            lost = time.monotonic() - max(sent_at, self._client.heard_at) > SILENT_S
+            if lost or isinstance(message, wire.HelloAgain):
+                self._recover(give_up)
+                call_id = self._client.send(self.name, self.attempt, body)
+                sent_at = time.monotonic()
+
+    def _judge(self, body: wire.ReplyBody) -> wire.ReplyBody:
+        if isinstance(body, wire.Denied):
+            kind = StaleAttempt if body.code == "stale" else Refused
+            raise kind(body.reason, body.remedy)
+        return body
+
+    def _take(self, message: wire.ToTrainer) -> None:
+        match message:
+            case wire.GroupDone(group_id=group_id):
+                self._submitted.discard(group_id)
+                if group_id not in self._known:
+                    self._known[group_id] = message.step
+                    self._arrived.append(message)
+            case wire.Fleet():
+                self.fleet = message
+            case wire.RunStopped(reason=reason, remedy=remedy):
+                raise Refused(reason, remedy)
+            case wire.Rejected(reason=reason, remedy=remedy):
+                raise Refused(reason, remedy)
+            case wire.Reply(body=wire.Denied() as denied):
+                self._judge(denied)
+
+    def _keep_alive(self) -> None:
+        """Ping; attach again when the daemon is silent, was restarted, or has forgotten us."""
+        now = time.monotonic()
+        if now - self._pinged_at < PING_S:
+            return
+        self._pinged_at = now
+        silent = now - self._client.heard_at > SILENT_S
+        if not (self._submitted and self.fleet.outstanding == 0):
+            self._complete_since = now
+        if silent or now - self._complete_since > MISSING_S:
+            self._recover(now + self._client.give_up_s)
+        self.call(wire.Ping())
+
+    def _recover(self, give_up: float) -> None:
+        """Reconnect, attach as this attempt, announce the weights again. Tries until `give_up` (monotonic seconds)."""
+        wait = 0.1
+        while True:
+            try:
+                self._client.reconnect()
+                if self.attempt == 0 or self._attach():
+                    return
+                cause = "no answer"
+            except DaemonUnavailable as error:
+                cause = error.cause
+            if time.monotonic() > give_up:
+                raise DaemonUnavailable(f"no daemon for {self._client.give_up_s:g} s: {cause}", "start it: `scavenger daemon`")
+            log.warning("daemon away", run=self.name, cause=cause)
+            time.sleep(wait)  # between two tries; the daemon's return is not observable otherwise
+            wait = min(wait * 2, 2.0)
+
+    def _attach(self) -> bool:
+        bodies: list[wire.CallBody] = [wire.Attach(self.name, tuple(self._known)), *self._published.values()]
+        for body in bodies:
+            call_id = self._client.send(self.name, self.attempt, body)
+            deadline = time.monotonic() + SILENT_S
+            while True:
+                message = self._client.receive(deadline - time.monotonic())
+                if message is None:
+                    return False
+                if isinstance(message, wire.Reply) and message.id == call_id:
+                    if isinstance(message.body, wire.Denied) and message.body.code in ("detached", "unknown-run"):
+                        return False
+                    self._judge(message.body)
+                    break
+                self._take(message)
+        self._complete_since = time.monotonic()
+        return True

@@ -1,0 +1,189 @@
+"""The daemon: wires ledger, router, server and harvester together, and runs them until it is told to stop.
+
+Owns the order of starting and stopping, signals, and the bridge between threads and the event loop. Decides nothing by itself.
+A daemon that loses its generation (another one took the ledger) stops at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import blake3
+import structlog
+
+from scavenger import __version__, keys
+from scavenger.cluster.port import Cluster
+from scavenger.config import DaemonConfig
+from scavenger.errors import Fenced, LedgerError
+from scavenger.harvest.driver import Harvester
+from scavenger.ledger import reader, store
+from scavenger.ledger.records import GroupState
+from scavenger.ledger.writer import Writer, WriterState
+from scavenger.router.events import Identity
+from scavenger.router.machine import Router
+from scavenger.router.server import KeyRing, Server
+from scavenger.router.state import Limits
+
+log = structlog.get_logger()
+
+
+class Clock:
+    """Unix seconds that never run backwards: wall time once, monotonic time from there on."""
+
+    def __init__(self) -> None:
+        self._offset = time.time() - time.monotonic()
+
+    def __call__(self) -> float:
+        return time.monotonic() + self._offset
+
+
+def ledger_uid(server_public_key: str) -> str:
+    """Eight hex digits that tell our jobs from another daemon's."""
+    return blake3.blake3(server_public_key.encode()).hexdigest()[:8]
+
+
+def limits_of(config: DaemonConfig) -> Limits:
+    d = config.daemon
+    return Limits(d.heartbeat_s, d.suspect_s, d.dead_s, d.reconnect_s, d.flush_ms, d.flush_tokens)
+
+
+class Daemon:
+    """One generation of the daemon. `run` reads top-down."""
+
+    def __init__(self, config: DaemonConfig, cluster: Cluster | None) -> None:
+        self.config = config
+        self.cluster = cluster
+        self.state_dir: Path = config.daemon.state_dir
+        self.clock = Clock()
+        self.keyring = KeyRing()
+        self.stop = asyncio.Event()
+        self.failure: LedgerError | None = None
+
+    async def run(self) -> None:
+        """Serve until SIGTERM, SIGINT or `stop`. Raises `Fenced` when another daemon took over, `LedgerError` when writing ended."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.stop.set)
+        pair = keys.read_keypair(keys.server_key_path(self.state_dir))
+        store.upgrade(self.config.ledger_url)
+        writer = self._start_writer(loop)
+        generation = writer.generation
+        router = Router(limits_of(self.config), generation)
+        self.server = server = Server(router, writer, self.keyring, pair, self.clock, self._history)
+        try:
+            snapshot = reader.read_snapshot(writer.engine)
+            self._allow_owners()
+            harvester = self._harvester(server, ledger_uid(pair.public))
+            if harvester is not None:
+                harvester.restore(snapshot.jobs)
+            port = server.bind(self.config.daemon.listen, self.config.daemon.port)
+            server.perform(router.restore(snapshot, self.clock()))
+            self._announce(pair.public, port, generation)
+            await self._serve(server, harvester)
+        finally:
+            await asyncio.to_thread(writer.close)
+            server.close()
+        if self.failure is not None:
+            raise self.failure
+
+    async def _serve(self, server: Server, harvester: Harvester | None) -> None:
+        tasks = [asyncio.create_task(server.run(self.stop)), asyncio.create_task(self._watch_owners())]
+        if harvester is not None:
+            tasks.append(asyncio.create_task(harvester.run(self.stop)))
+        try:
+            done, _ = await asyncio.wait([*tasks, asyncio.create_task(self.stop.wait())], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            self.stop.set()
+            if harvester is not None:
+                await harvester.shutdown(cancel=False)
+            for task in tasks:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+
+    # ---------------------------------------------------------------- parts
+
+    def _start_writer(self, loop: asyncio.AbstractEventLoop) -> Writer:
+        def committed(ticket: int) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the last commits have nobody to tell
+                loop.call_soon_threadsafe(lambda: self.server.committed(ticket))
+
+        def changed(state: WriterState, reason: str) -> None:
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._writer_changed, state, reason)
+
+        writer = Writer(
+            self.config.ledger_url, socket.gethostname(), os.getpid(), __version__, self.clock, on_commit=committed, on_state=changed
+        )
+        writer.start()
+        return writer
+
+    def _writer_changed(self, state: WriterState, reason: str) -> None:
+        log.warning("ledger", state=str(state), reason=reason) if state is not WriterState.OK else log.info("ledger", state=str(state))
+        if state is WriterState.FENCED:
+            self.failure = Fenced(f"another daemon owns this ledger now: {reason}", "let only one daemon run on a ledger")
+            self.stop.set()
+
+    def _harvester(self, server: Server, uid: str) -> Harvester | None:
+        if self.cluster is None or not self.config.harvest.enabled:
+            return None
+        router = server.router
+        return Harvester(
+            self.config,
+            self.cluster,
+            uid,
+            commit=server.commit,
+            write=server.write,
+            post=server.post,
+            demand=lambda: router.demand(self.clock()),
+            leases=lambda: {
+                w.intent_id: (len(w.leases), w.idle_since) for w in router.core.workers.values() if w.intent_id
+            },
+            register=self.keyring.allow,
+            unregister=self.keyring.revoke,
+            clock=self.clock,
+        )  # fmt: skip
+
+    async def _history(self, run_id: int, after_step: int) -> tuple[GroupState, ...]:
+        url = self.config.ledger_url
+        return await asyncio.to_thread(functools.partial(reader.read_history, url, run_id, after_step))
+
+    def _announce(self, public: str, port: int, generation: int) -> None:
+        host = self.config.daemon.advertise or self.config.daemon.listen
+        endpoint = f"tcp://{host}:{port}"
+        keys.write_rendezvous(self.state_dir, keys.Rendezvous(endpoint, public, generation, os.getpid(), socket.gethostname()))
+        log.info("serving", endpoint=endpoint, generation=generation, ledger=store.parse(self.config.ledger_url).render_as_string())
+
+    # ---------------------------------------------------------------- who may own runs
+
+    def _allow_owners(self) -> None:
+        """Enrolled owners, as the files say now; a removed file revokes at once."""
+        owners = keys.enrolled_owners(self.state_dir)
+        for gone in set(getattr(self, "_owners", {})) - set(owners):
+            self.keyring.revoke(gone)
+        for public in owners:
+            self.keyring.allow(public, Identity("owner", public))
+        self._owners = owners
+
+    async def _watch_owners(self) -> None:
+        while True:
+            await asyncio.sleep(2.0)
+            self._allow_owners()
+
+
+def run(config: DaemonConfig, cluster: Cluster | None) -> None:
+    """Run a daemon in this process until it is told to stop."""
+    asyncio.run(_main(config, cluster))
+
+
+async def _main(config: DaemonConfig, cluster: Cluster | None) -> None:
+    await Daemon(config, cluster).run()

@@ -1,0 +1,298 @@
+"""The router's edge: one ZeroMQ ROUTER socket under CURVE, the core behind it, the ledger's writer beside it.
+
+Owns sockets, connections and the order in which events reach the core. Authority is read from each frame's CURVE User-Id, never from what
+a message says. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket as sockets
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol
+
+import structlog
+import zmq
+import zmq.asyncio
+from zmq.auth.asyncio import AsyncioAuthenticator
+
+from scavenger import wire
+from scavenger.errors import AuthError, WireError
+from scavenger.keys import KeyPair
+from scavenger.ledger.records import Event, GroupState, Record
+from scavenger.router.events import (
+    Committed,
+    HelloReceived,
+    HistoryRead,
+    Identity,
+    ReadHistory,
+    RouterAction,
+    RouterEvent,
+    Send,
+    Tick,
+    TrainerCalled,
+    WorkerSaid,
+    Write,
+)
+from scavenger.router.machine import Router
+
+log = structlog.get_logger()
+
+TICK_S = 0.25
+#: Messages that may wait for one slow peer before further ones are dropped (every protocol survives a lost message).
+PEER_QUEUE = 4000
+#: Bytes that may wait for the disk before the server stops reading: workers keep their tokens, nothing is dropped.
+MAX_BACKLOG_BYTES = 256 * 1024 * 1024
+#: Events handled before the loop lets others run.
+BATCH = 64
+
+
+class KeyRing:
+    """Who may connect, by public key (Z85). Revoking acts on live sessions: every frame is checked against it."""
+
+    def __init__(self) -> None:
+        self._identities: dict[str, Identity] = {}
+
+    def allow(self, public_key: str, identity: Identity) -> None:
+        self._identities[public_key] = identity
+
+    def revoke(self, public_key: str) -> None:
+        self._identities.pop(public_key, None)
+
+    def identity(self, public_key: str) -> Identity | None:
+        return self._identities.get(public_key)
+
+    def callback(self, _domain: str, key: bytes) -> bool:
+        """ZAP: pyzmq asks here at each handshake."""
+        return key.decode("ascii", "replace") in self._identities
+
+
+class LedgerWriter(Protocol):
+    """What the server needs of `ledger.writer.Writer`."""
+
+    @property
+    def backlog_bytes(self) -> int: ...
+
+    def submit(self, ticket: int, records: Sequence[Record]) -> None: ...
+
+
+class Server:
+    """Serves workers and trainers until it is stopped. `clock()` gives Unix seconds that never run backwards."""
+
+    def __init__(
+        self,
+        router: Router,
+        writer: LedgerWriter,
+        keyring: KeyRing,
+        keys: KeyPair,
+        clock: Callable[[], float],
+        read_history: Callable[[int, int], Awaitable[tuple[GroupState, ...]]],
+    ) -> None:
+        self.router = router
+        self.keyring = keyring
+        self._writer = writer
+        self._keys = keys
+        self._clock = clock
+        self._read_history = read_history
+        self._context = zmq.asyncio.Context()
+        self._socket: zmq.Socket[bytes] | None = None
+        self._drain_due = False
+        self._auth: AsyncioAuthenticator | None = None
+        self._conns: dict[bytes, tuple[int, str]] = {}  # routing id -> (conn, public key)
+        self._routes: dict[int, bytes] = {}
+        self._next_conn = 1
+        self._tickets: deque[tuple[int, int]] = deque()  # (writer's ticket, core's ticket)
+        self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._ticket = 0
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    # ---------------------------------------------------------------- life
+
+    def bind(self, listen: str, port: int) -> int:
+        """Bind the socket and return its port. Raises `AuthError` when libzmq was built without CURVE."""
+        if not zmq.has("curve"):
+            raise AuthError("this libzmq has no CURVE", "install pyzmq from PyPI: its wheel has it")
+        self._auth = AsyncioAuthenticator(self._context)
+        self._auth.start()
+        self._auth.configure_curve_callback(domain="*", credentials_provider=self.keyring)
+        socket: zmq.Socket[bytes] = zmq.Context.shadow(self._context.underlying).socket(zmq.ROUTER)
+        socket.curve_server = True
+        socket.curve_publickey, socket.curve_secretkey = self._keys.public.encode(), self._keys.secret.encode()
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
+        socket.setsockopt(zmq.SNDHWM, PEER_QUEUE)
+        socket.setsockopt(zmq.LINGER, 500)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10000)
+        address = sockets.gethostbyname(listen)
+        socket.bind(f"tcp://{address}:{port or '*'}")
+        self._socket = socket
+        return int(socket.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Serve until `stop` is set."""
+        assert self._socket is not None
+        loop = asyncio.get_running_loop()
+        descriptor = int(self._socket.getsockopt(zmq.FD))
+        loop.add_reader(descriptor, self._drain)
+        self._look_again()
+        tasks = [asyncio.create_task(self._tick()), asyncio.create_task(stop.wait())]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()  # a crash of a loop ends the daemon with its traceback
+        finally:
+            loop.remove_reader(descriptor)
+            for task in [*tasks, *self._tasks]:
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+
+    def close(self) -> None:
+        if self._auth is not None:
+            self._auth.stop()
+        if self._socket is not None:
+            self._socket.close()
+        self._context.term()
+
+    # ---------------------------------------------------------------- events in
+
+    def _drain(self) -> None:
+        """Read what is there, a batch at a time; more is read after others had their turn.
+
+        The socket is a plain one on its file descriptor, which is edge-triggered: sending may swallow the edge, so this runs again after
+        whatever touched the socket until nothing is left.
+        """
+        self._drain_due = False
+        socket = self._socket
+        if socket is None or self._writer.backlog_bytes > MAX_BACKLOG_BYTES:
+            return  # `committed` looks again when the disk has caught up
+        for _ in range(BATCH):
+            try:
+                frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            self._frame(frames)
+        self._look_again()
+
+    def _look_again(self) -> None:
+        if not self._drain_due:
+            self._drain_due = True
+            asyncio.get_running_loop().call_soon(self._drain)
+
+    def _frame(self, frames: Sequence[Any]) -> None:
+        """One message of a peer: find out who it is, decode, hand it to the core."""
+        if len(frames) != 2:
+            return  # not from a DEALER of ours; CURVE let it in, but it speaks another pattern
+        routing_id, body = bytes(frames[0]), frames[1]
+        public_key = str(body.get("User-Id"))
+        identity = self.keyring.identity(public_key)
+        if identity is None:
+            self._reply_raw(routing_id, wire.Rejected("this key was revoked", "ask for a new one: scavenger enroll"))
+            return
+        conn, known_key = self._conns.get(routing_id, (0, ""))
+        if known_key != public_key:
+            conn = self._connect(routing_id, public_key)
+        limit = wire.MAX_MESSAGE_BYTES if known_key == public_key or identity.role == "owner" else wire.MAX_HELLO_BYTES
+        try:
+            message = wire.decode_to_daemon(body.buffer, limit)
+        except WireError as error:
+            self._garbage(routing_id, public_key, error)
+            return
+        if isinstance(message, wire.WorkerHello):
+            self.post(HelloReceived(conn, identity, message))
+        elif isinstance(message, wire.Call):
+            self.post(TrainerCalled(conn, identity, message))
+        else:
+            self.post(WorkerSaid(conn, message))
+
+    def _connect(self, routing_id: bytes, public_key: str) -> int:
+        conn = self._next_conn
+        self._next_conn += 1
+        self._conns[routing_id] = (conn, public_key)
+        self._routes[conn] = routing_id
+        return conn
+
+    def _garbage(self, routing_id: bytes, public_key: str, error: WireError) -> None:
+        log.warning("garbage", key=public_key, cause=error.cause)
+        self.router.core.count("garbage")
+        self.write([Event("garbage", 0, public_key, error.cause, "{}", self._clock())])
+        self._reply_raw(routing_id, wire.Rejected(error.cause, "run workers, trainer and daemon of one release"))
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.post(Tick())
+
+    def post(self, event: RouterEvent) -> None:
+        """Hand an event to the core and perform what it answers. Only from the event loop's thread."""
+        self.perform(self.router.handle(event, self._clock()))
+
+    # ---------------------------------------------------------------- actions out
+
+    def perform(self, actions: Sequence[RouterAction]) -> None:
+        for action in actions:
+            match action:
+                case Send(conn=conn, message=message):
+                    self._send(conn, message)
+                case Write(ticket=ticket, records=records):
+                    self._tickets.append((self.write(records), ticket))
+                case ReadHistory():
+                    task = asyncio.get_running_loop().create_task(self._history(action))
+                    self._tasks.add(task)
+                    task.add_done_callback(self._tasks.discard)
+
+    async def _history(self, action: ReadHistory) -> None:
+        groups = await self._read_history(action.run_id, action.after_step)
+        self.post(HistoryRead(action.run_id, action.attempt, groups))
+
+    def _send(self, conn: int, message: wire.Message) -> None:
+        routing_id = self._routes.get(conn)
+        if routing_id is not None and not self._reply_raw(routing_id, message):
+            self._conns.pop(routing_id, None)
+            self._routes.pop(conn, None)
+
+    def _reply_raw(self, routing_id: bytes, message: wire.Message) -> bool:
+        """Send without waiting. False when the peer is gone; a message that a full queue drops is made good by the protocol."""
+        assert self._socket is not None
+        try:
+            self._socket.send_multipart([routing_id, wire.encode(message)], zmq.NOBLOCK)
+        except zmq.Again:
+            self.router.core.count("messages_dropped")
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        finally:
+            self._look_again()
+        return True
+
+    # ---------------------------------------------------------------- the ledger
+
+    def write(self, records: Sequence[Record]) -> int:
+        """Submit records to the writer; returns the writer's ticket."""
+        self._ticket += 1
+        self._writer.submit(self._ticket, records)
+        return self._ticket
+
+    async def commit(self, records: Sequence[Record]) -> None:
+        """Submit records and wait until they are durable."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append((self.write(records), future))
+        await future
+
+    def committed(self, ticket: int) -> None:
+        """The writer made everything up to `ticket` durable. Only from the event loop's thread."""
+        while self._waiters and self._waiters[0][0] <= ticket:
+            future = self._waiters.popleft()[1]
+            if not future.done():
+                future.set_result(None)
+        settled = 0
+        while self._tickets and self._tickets[0][0] <= ticket:
+            settled = self._tickets.popleft()[1]
+        if settled:
+            self.post(Committed(settled))
+        if self._writer.backlog_bytes <= MAX_BACKLOG_BYTES:
+            self._look_again()
