@@ -62,6 +62,7 @@ def decode_request(frame: bytes | memoryview) -> Get:
 def decode_answer(frame: bytes | memoryview) -> Part | NoSuch:
     """Raises `WireError` for anything that is not an answer's first frame."""
     try:
-        return _answers.decode(frame)
+        answer: Part | NoSuch = _answers.decode(frame)
     except msgspec.MsgspecError as error:
         raise WireError(f"not a weights answer: {error}") from error
+    return answer

@@ -40,7 +40,7 @@ async def pull(
     has refused or sent wrong bytes too often. Nothing is returned unverified; nothing is left behind.
     """
     transfer = Transfer(manifest, len(sources), limits or Limits(), clock())
-    if transfer.complete:
+    if transfer.complete():
         return transfer.blob
     if not sources:
         raise WeightsError(f"version {manifest.version} has no source", "the trainer publishes it again when it reconnects")
@@ -58,7 +58,7 @@ async def pull(
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         context.destroy(linger=0)
-    if not transfer.complete:
+    if not transfer.complete():
         raise WeightsError(f"version {manifest.version}: every source was given up: {transfer.summary()}")
     return transfer.blob
 
@@ -86,20 +86,24 @@ class _Stream:
         """Ask and take until the version is complete or this source is given up."""
         transfer, index = self._transfer, self._index
         socket = self._connect()
+        if socket is None:
+            return
         try:
-            while not transfer.complete and not transfer.holders[index].given_up:
+            while not transfer.complete() and not transfer.holders[index].given_up:
                 now = self._clock()
                 if transfer.stalled(index, now):
                     _log.warning("weights.stalled", source=self._source.endpoint)
                     socket.close(linger=0)
-                    socket = self._connect()
+                    if (socket := self._connect()) is None:
+                        return
                 for chunk in transfer.ask(index, now):
                     await socket.send(encode(Get(transfer.manifest.version, self._source.token, chunk)))
                 wait = min(transfer.next_wait(index, now), _IDLE_S)
                 if await socket.poll(max(1, round(wait * 1000))):
                     self._take(await socket.recv_multipart(copy=False))
         finally:
-            socket.close(linger=0)
+            if socket is not None:
+                socket.close(linger=0)
 
     def _take(self, frames: Sequence[zmq.Frame]) -> None:
         now = self._clock()
@@ -118,7 +122,8 @@ class _Stream:
         if verdict is Verdict.CORRUPT:
             _log.warning("weights.corrupt", source=self._source.endpoint, chunk=answer.chunk)
 
-    def _connect(self) -> zmq.asyncio.Socket:
+    def _connect(self) -> zmq.asyncio.Socket | None:
+        """A fresh connection; None, and the source given up, when its address cannot be used."""
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.CURVE_SERVERKEY, self._source.server_key.encode())
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keypair.public.encode())
@@ -131,5 +136,6 @@ class _Stream:
             socket.connect(self._source.endpoint)
         except zmq.ZMQError as error:
             socket.close(linger=0)
-            raise WeightsError(f"weights source {self._source.endpoint!r} cannot be reached: {error}") from error
+            self._transfer.abandon(self._index, f"{self._source.endpoint!r} cannot be used: {error}")
+            return None
         return socket

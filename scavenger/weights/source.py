@@ -73,7 +73,8 @@ class WeightSource:
         except zmq.ZMQError as error:
             router.close()
             self._context.term()
-            raise WeightsError(f"the weights source cannot bind {listen}: {error}", "set weights.listen to an interface of this host") from error
+            cause = f"the weights source cannot bind {listen}: {error}"
+            raise WeightsError(cause, "set weights.listen to an interface of this host") from error
         host = advertise or (socket.gethostname() if listen in {"0.0.0.0", "*", "::"} else listen)
         self.endpoint = f"tcp://{host}:{port}"
         self.server_key = public.decode()

@@ -62,14 +62,8 @@ class Transfer:
         self._wanted = deque(range(len(manifest.chunk_hashes)))
         self._missing = set(self._wanted)
 
-    @property
     def complete(self) -> bool:
         return not self._missing
-
-    @property
-    def lost(self) -> bool:
-        """No holder is left that may still deliver."""
-        return all(holder.given_up for holder in self.holders)
 
     def ask(self, index: int, now: float) -> list[int]:
         """Chunks to request from holder `index` now."""
@@ -125,6 +119,12 @@ class Transfer:
         self._rest(holder, f"no answer for {self._limits.stall_s:g} s", now)
         return True
 
+    def abandon(self, index: int, reason: str) -> None:
+        """Nothing can come from this holder."""
+        holder = self.holders[index]
+        holder.given_up, holder.reason = True, reason
+        self._give_back(holder)
+
     def next_wait(self, index: int, now: float) -> float:
         """Seconds until holder `index` has to be looked at again, whatever arrives."""
         holder = self.holders[index]
@@ -143,8 +143,7 @@ class Transfer:
         holder.failures += 1
         self._rest(holder, reason, now)
         if holder.failures >= self._limits.failures:
-            holder.given_up = True
-            self._give_back(holder)
+            self.abandon(self.holders.index(holder), reason)
 
     def _rest(self, holder: Holder, reason: str, now: float) -> None:
         holder.reason = reason

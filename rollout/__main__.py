@@ -1,0 +1,117 @@
+"""`python -m rollout --state-dir DIR --key FILE --kind harvested|reserved --run NAME`: one worker process.
+
+Owns argv, the environment and the exit code (table in `rollout.events`). The scheduler's facts come from the job script in
+SCAVENGER_JOB_ID, SCAVENGER_RESTART_COUNT, SCAVENGER_NODE and SCAVENGER_GPUS; nothing secret is in argv or the environment.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+STARTED_AT = time.monotonic()
+# Until there is something to say goodbye to, SIGTERM means: leave now, and come back.
+signal.signal(signal.SIGTERM, lambda _number, _frame: os._exit(75))
+
+import argparse  # noqa: E402
+import asyncio  # noqa: E402
+import secrets  # noqa: E402
+import socket  # noqa: E402
+import sys  # noqa: E402
+from collections.abc import Mapping, Sequence  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import NoReturn  # noqa: E402
+
+import structlog  # noqa: E402
+
+from rollout.events import EXIT_REFUSED, Identity, Leave  # noqa: E402
+from rollout.worker import Options, Worker  # noqa: E402
+from scavenger import __version__  # noqa: E402
+from scavenger.errors import ConfigError, ScavengerError  # noqa: E402
+from scavenger.keys import read_keypair  # noqa: E402
+
+
+def _arguments(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m rollout", description="One preemptible rollout worker.")
+    parser.add_argument("--state-dir", type=Path, required=True, help="where the daemon's rendezvous file lies")
+    parser.add_argument("--key", type=Path, required=True, help="this worker's CURVE key pair, mode 0600")
+    parser.add_argument("--kind", choices=("harvested", "reserved"), required=True)
+    parser.add_argument("--run", required=True, help="name of the run")
+    parser.add_argument("--engine", default="reference", help="engine to import ahead of the daemon's answer")
+    return parser.parse_args(argv)
+
+
+def _number(environment: Mapping[str, str], name: str, default: int) -> int:
+    text = environment.get(name, "")
+    if not text:
+        return default
+    if not text.isascii() or not text.isdigit():
+        raise ConfigError(f"{name}={text!r} is not a number", "the job script sets it")
+    return int(text)
+
+
+def identity(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Identity:
+    """Who this process is. Raises `ConfigError`."""
+    return Identity(
+        kind=arguments.kind,
+        run=arguments.run,
+        session=secrets.token_hex(16),
+        incarnation=_number(environment, "SCAVENGER_RESTART_COUNT", 0),
+        job_id=_number(environment, "SCAVENGER_JOB_ID", 0),
+        node=environment.get("SCAVENGER_NODE") or socket.gethostname(),
+        gpus=_number(environment, "SCAVENGER_GPUS", 1),
+        engine=arguments.engine,
+        code_version=__version__,
+        pid=os.getpid(),
+        jitter=secrets.randbelow(1 << 20) / (1 << 20),
+    )
+
+
+def _configure_log() -> None:
+    structlog.configure(
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.LogfmtRenderer(key_order=["timestamp", "level", "event"]),
+        ],
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+
+
+def _run(options: Options) -> Leave:
+    # Not asyncio.run: that waits for threads, and the import or the forward pass in them may take longer than we have.
+    loop = asyncio.new_event_loop()
+    return loop.run_until_complete(Worker(options).run())
+
+
+def main(argv: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run one worker; returns its exit code."""
+    arguments = _arguments(argv)
+    _configure_log()
+    try:
+        options = Options(
+            state_dir=arguments.state_dir,
+            keypair=read_keypair(arguments.key),
+            identity=identity(arguments, environment),
+            started_at=STARTED_AT,
+        )
+        leave = _run(options)
+    except ScavengerError as error:
+        print(f"rollout: {error}", file=sys.stderr)
+        return EXIT_REFUSED
+    structlog.get_logger(__name__).info("worker.left", code=leave.code, reason=leave.reason)
+    if leave.remedy:
+        print(f"rollout: {leave.reason}\n  remedy: {leave.remedy}", file=sys.stderr)
+    return leave.code
+
+
+def _exit(code: int) -> NoReturn:
+    # The engine's thread may be in a forward pass that nobody waits for: no interpreter shutdown, no join.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    _exit(main(sys.argv[1:], os.environ))

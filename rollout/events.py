@@ -1,0 +1,219 @@
+"""What happens to a worker's session, what it asks of its driver, and the bounds it keeps. Data only.
+
+Exit codes of the worker's process, which the job script acts on:
+
+    0   drained       the daemon let it go: the job ends
+    69  no daemon     none answered for `orphan_s`: the job ends rather than hold a GPU for nobody
+    70  engine failed the engine died or could not be built: the job ends, the daemon counts it against the node
+    75  preempted     SIGTERM: the job script requeues its own job
+    78  refused       the daemon refused key, run or protocol: trying again would not help, the job ends
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from rollout.engines.base import Delta, Request
+from scavenger import wire
+
+EXIT_DRAINED = 0
+EXIT_NO_DAEMON = 69
+EXIT_ENGINE_FAILED = 70
+EXIT_PREEMPTED = 75
+EXIT_REFUSED = 78
+
+
+class Phase(Enum):
+    """How far the present connection has come."""
+
+    CONNECTING = "connecting"
+    GREETING = "greeting"
+    JOINED = "joined"
+    GONE = "gone"
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who this worker is, for its hello. `jitter` in [0, 1) spreads reconnects of a fleet."""
+
+    kind: str
+    run: str
+    session: str
+    incarnation: int
+    job_id: int
+    node: str
+    gpus: int
+    engine: str
+    code_version: str
+    pid: int
+    jitter: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of a session.
+
+    `max_unacked` tokens (12 bytes each) may await their ack before the engine pauses: minutes of a daemon's absence.
+    `notice_s` is what a goodbye after SIGTERM may take: the whole exit stays below a second.
+    """
+
+    hello_s: float = 2.0
+    backoff_s: float = 0.1
+    backoff_max_s: float = 5.0
+    missed_heartbeats: int = 3
+    orphan_s: float = 900.0
+    notice_s: float = 0.7
+    drain_s: float = 5.0
+    max_unacked: int = 1 << 18
+    message_tokens: int = 1 << 16
+
+
+# ---------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Base of what happens to a session."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick(Event):
+    """Time passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Connected(Event):
+    """There is a new socket; nothing was said on it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Unreachable(Event):
+    """No socket could be made: no daemon has announced itself."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRefused(Event):
+    """The daemon does not accept this worker's key."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Received(Event):
+    message: wire.ToWorker
+
+
+@dataclass(frozen=True, slots=True)
+class Generated(Event):
+    deltas: tuple[Delta, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AddRefused(Event):
+    """The engine can never serve this request."""
+
+    handle: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDied(Event):
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded(Event):
+    version: int
+    root: bytes
+    pull_s: float
+    load_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFailed(Event):
+    version: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Slept(Event):
+    """The engine gave its memory back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Terminate(Event):
+    """SIGTERM."""
+
+    reason: str
+
+
+# ---------------------------------------------------------------- actions
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """Base of what a session asks of its driver."""
+
+
+@dataclass(frozen=True, slots=True)
+class Send(Action):
+    message: wire.WorkerMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Connect(Action):
+    """Drop the socket, wait, read the rendezvous again, make a new one; answer Connected or Unreachable."""
+
+    delay_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Build(Action):
+    spec: wire.EngineSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Load(Action):
+    """Pull, verify and load; supersedes a load in progress. Answer Loaded or LoadFailed."""
+
+    weights: wire.UseWeights
+
+
+@dataclass(frozen=True, slots=True)
+class Add(Action):
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Abort(Action):
+    handles: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SleepEngine(Action):
+    """Answer Slept."""
+
+
+@dataclass(frozen=True, slots=True)
+class WakeEngine(Action):
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Leave(Action):
+    """End the process with `code`."""
+
+    code: int
+    reason: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Note(Action):
+    """A line for the log."""
+
+    event: str
+    detail: str

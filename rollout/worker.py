@@ -1,0 +1,252 @@
+"""The preemptible worker: performs what `session` decides, on a real socket, a real engine and a real clock.
+
+Owns the event loop's tasks: the link's receiver, one task that calls the engine in order, one that takes its tokens, one that
+pulls weights. Decides nothing itself. The loop never blocks: computing happens in the engine's own thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+
+from rollout.engines.base import Engine
+from rollout.engines.registry import Build as BuildEngine
+from rollout.engines.registry import builder
+from rollout.events import (
+    Abort,
+    Action,
+    Add,
+    AddRefused,
+    Build,
+    Connect,
+    EngineDied,
+    Event,
+    Generated,
+    Identity,
+    Leave,
+    Limits,
+    Load,
+    Loaded,
+    LoadFailed,
+    Note,
+    Send,
+    SleepEngine,
+    Slept,
+    Terminate,
+    Tick,
+    WakeEngine,
+)
+from rollout.link import Link
+from rollout.session import Session
+from scavenger import wire
+from scavenger.errors import EngineError, WeightsError
+from scavenger.keys import KeyPair
+from scavenger.weights import manifest as manifests
+from scavenger.weights.pull import pull
+
+_log = structlog.get_logger(__name__)
+LINGER_MS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a worker is started with."""
+
+    state_dir: Path
+    keypair: KeyPair
+    identity: Identity
+    limits: Limits = field(default_factory=Limits)
+    pull_s: float = 120.0
+    started_at: float = 0.0  # monotonic seconds at which the process began, for the cold-start figures
+
+
+@dataclass(slots=True)
+class _Pulled:
+    """A version whose every byte was verified, on its way into the engine."""
+
+    weights: wire.UseWeights
+    manifest: manifests.Manifest
+    blob: bytearray
+    pull_s: float
+
+
+class Worker:
+    """One process's worker. `run()` returns the `Leave` that ended it."""
+
+    def __init__(
+        self,
+        options: Options,
+        *,
+        builder: Callable[[str], BuildEngine] = builder,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._options = options
+        self._builder = builder
+        self._clock = clock
+        self._inbox: asyncio.Queue[Event] = asyncio.Queue()
+        self._commands: asyncio.Queue[Action | _Pulled] = asyncio.Queue()
+        self._session = Session(options.identity, options.limits, clock())
+        self._link = Link(options.state_dir, options.keypair, self._inbox.put_nowait)
+        self._may_generate = asyncio.Event()
+        self._engine: Engine | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self._pulling: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def run(self) -> Leave:
+        """Work until the session says to leave."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._inbox.put_nowait, Terminate(signal.Signals(number).name))
+        # The import takes longer than the connection: both at once. Its errors are met again, and told, at Build.
+        preload = loop.run_in_executor(None, self._preload)
+        self._tasks.append(asyncio.create_task(self._drive_engine()))
+        self._perform(Connect(0.0))
+        try:
+            return await self._loop()
+        finally:
+            preload.cancel()
+            for task in (*self._tasks, self._connecting, self._pulling):
+                if task is not None:
+                    task.cancel()
+            self._link.close(LINGER_MS)
+
+    async def _loop(self) -> Leave:
+        session = self._session
+        while True:
+            event = await self._next_event(session.next_deadline() - self._clock())
+            if self._engine is not None:
+                session.progress = self._engine.progress()
+            for action in session.handle(event, self._clock()):
+                if isinstance(action, Leave):
+                    return action
+                self._perform(action)
+            if session.may_generate:
+                self._may_generate.set()
+            else:
+                self._may_generate.clear()
+
+    async def _next_event(self, timeout_s: float) -> Event:
+        if not self._inbox.empty():
+            return self._inbox.get_nowait()
+        try:
+            async with asyncio.timeout(max(0.0, timeout_s)):
+                return await self._inbox.get()
+        except TimeoutError:
+            return Tick()
+
+    def _perform(self, action: Action) -> None:
+        if isinstance(action, Send):
+            self._link.send(action.message)
+        elif isinstance(action, Connect):
+            if self._connecting is not None:
+                self._connecting.cancel()
+            self._connecting = asyncio.create_task(self._link.connect(action.delay_s))
+        elif isinstance(action, Load):
+            if self._pulling is not None:
+                self._pulling.cancel()
+            self._pulling = asyncio.create_task(self._pull(action.weights))
+        elif isinstance(action, Note):
+            _log.info(f"session.{action.event}", detail=action.detail)
+        else:
+            self._commands.put_nowait(action)
+
+    def _preload(self) -> None:
+        with contextlib.suppress(EngineError, ImportError):
+            self._builder(self._options.identity.engine)
+
+    # ------------------------------------------------------------ engine
+
+    async def _drive_engine(self) -> None:
+        """Call the engine, one thing after another, in the order in which the session asked."""
+        post = self._inbox.put_nowait
+        while True:
+            command = await self._commands.get()
+            try:
+                if isinstance(command, Build):
+                    await self._build(command.spec)
+                elif self._engine is None:
+                    raise EngineError(f"{type(command).__name__} before the engine was built")
+                elif isinstance(command, Add):
+                    await self._add(self._engine, command)
+                elif isinstance(command, Abort):
+                    await self._engine.abort(command.handles)
+                elif isinstance(command, _Pulled):
+                    await self._load(self._engine, command)
+                elif isinstance(command, SleepEngine):
+                    await self._engine.sleep()
+                    post(Slept())
+                elif isinstance(command, WakeEngine):
+                    await self._engine.wake()
+            except EngineError as error:
+                post(EngineDied(str(error)))
+
+    async def _build(self, spec: wire.EngineSpec) -> None:
+        began = self._clock()
+        try:
+            build = await asyncio.get_running_loop().run_in_executor(None, self._builder, spec.name)
+        except ImportError as error:
+            raise EngineError(f"engine {spec.name!r} cannot be imported: {error}", "install its extra") from error
+        imported = self._clock()
+        self._engine = await build(spec)
+        info = self._engine.info()
+        _log.info(
+            "engine.built",
+            name=info.name,
+            vocab=info.vocab_size,
+            welcome_s=round(began - self._options.started_at, 3),
+            import_wait_s=round(imported - began, 3),
+            build_s=round(self._clock() - imported, 3),
+        )
+        self._tasks.append(asyncio.create_task(self._generate(self._engine)))
+
+    async def _add(self, engine: Engine, command: Add) -> None:
+        try:
+            await engine.add(command.request)
+        except EngineError as error:
+            self._inbox.put_nowait(AddRefused(command.request.handle, str(error)))
+
+    async def _generate(self, engine: Engine) -> None:
+        try:
+            while True:
+                await self._may_generate.wait()
+                self._inbox.put_nowait(Generated(tuple(await engine.next())))
+        except EngineError as error:
+            self._inbox.put_nowait(EngineDied(str(error)))
+
+    # ------------------------------------------------------------ weights
+
+    async def _pull(self, weights: wire.UseWeights) -> None:
+        began = self._clock()
+        try:
+            manifest = manifests.decode(weights.manifest)
+            blob = await pull(manifest, weights.sources, self._options.keypair, self._options.pull_s, clock=self._clock)
+        except WeightsError as error:
+            self._inbox.put_nowait(LoadFailed(weights.version, str(error)))
+            return
+        self._commands.put_nowait(_Pulled(weights, manifest, blob, self._clock() - began))
+
+    async def _load(self, engine: Engine, pulled: _Pulled) -> None:
+        began, version = self._clock(), pulled.weights.version
+        try:
+            await engine.load(version, manifests.views(pulled.manifest, pulled.blob))
+        except EngineError as error:
+            self._inbox.put_nowait(LoadFailed(version, str(error)))
+            return
+        load_s = self._clock() - began
+        _log.info(
+            "weights.loaded",
+            version=version,
+            nbytes=pulled.manifest.total_nbytes,
+            pull_s=round(pulled.pull_s, 4),
+            load_s=round(load_s, 4),
+            since_start_s=round(self._clock() - self._options.started_at, 3),
+        )
+        self._inbox.put_nowait(Loaded(version, pulled.manifest.root, pulled.pull_s, load_s))
