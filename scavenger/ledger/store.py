@@ -26,9 +26,12 @@ from scavenger.errors import LedgerError
 
 #: File systems whose locks and shared memory do not reach from one host to another, as /proc/mounts spells them.
 NETWORK_FILE_SYSTEMS = frozenset(
-    "nfs nfs4 lustre gpfs beegfs cifs smb3 smbfs ceph afs 9p orangefs pvfs2 glusterfs fuse.glusterfs fuse.sshfs fuse.ceph panfs "
-    "wekafs pxd mmfs gfs2 ocfs2 daos fuse.daos fuse.dfuse fuse.juicefs".split()
-)
+    {
+        "9p", "afs", "beegfs", "beegfs_nodev", "ceph", "cifs", "daos", "fhgfs", "fuse.beegfs", "fuse.ceph", "fuse.ceph-fuse",
+        "fuse.daos", "fuse.dfuse", "fuse.glusterfs", "fuse.juicefs", "fuse.sshfs", "gfs2", "glusterfs", "gpfs", "lustre", "mmfs",
+        "nfs", "nfs4", "ocfs2", "orangefs", "panfs", "pvfs2", "smb3", "smbfs", "wekafs",
+    }
+)  # fmt: skip
 _BUSY_TIMEOUT_S = 2.0
 _PAGE_CACHE_KIB = 65_536
 _WAL_CHECKPOINT_PAGES = 4_000

@@ -71,7 +71,7 @@ class Writer:
         *,
         on_commit: Callable[[int], None] = _ignore_commit,
         on_state: Callable[[WriterState, str], None] = _ignore_state,
-        backoff: Backoff = Backoff(),  # noqa: B008 (frozen)
+        backoff: Backoff = Backoff(),
         max_batch_bytes: int = MAX_BATCH_BYTES,
     ) -> None:
         self.engine: sa.Engine = open_engine(url)
@@ -238,7 +238,8 @@ class Writer:
             state = classify(failure)
             self._enter(state, explain(failure))
             # Never reuse a connection that saw an error: a new one starts from what the database holds.
-            connection = _discard(connection)
+            _discard(connection)
+            connection = None
             if state in FINAL or not self._pause(self._backoff.pause_s(tries)):
                 return None
             tries += 1

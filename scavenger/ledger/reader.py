@@ -1,0 +1,312 @@
+"""Reading the ledger: what a restarted daemon needs, and what `scavenger samples` shows.
+
+Owns the way from rows back to records. Writes nothing and keeps no transaction open longer than one call. The daemon takes its
+snapshot after `Writer.start` granted a generation: from then on nobody else can commit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import sqlalchemy as sa
+
+from scavenger.errors import LedgerError
+from scavenger.ledger import queries
+from scavenger.ledger import records as r
+from scavenger.ledger.faults import REMEDIES, classify, explain
+from scavenger.wire import unpack_logprobs, unpack_tokens
+
+Piece = tuple[int, bytes, bytes, bytes]  # start_len, tokens, logprobs, raw_logprobs
+Payload = tuple[bytes, bytes, bytes]
+
+
+class LeaseSpan(msgspec.Struct, frozen=True):
+    """One lease of a sample: who held it, and which of the answer's tokens it brought (`start_len` up to `end_len`)."""
+
+    epoch: int
+    worker_id: int
+    kind: str
+    node: str
+    job_id: int
+    start_len: int
+    end_len: int
+    reason: str
+
+
+class SampleRow(msgspec.Struct, frozen=True):
+    """One sample for a reader. `prompt` and `tokens` are token ids; `logprobs` are under the sampling distribution."""
+
+    sample_id: int
+    group_id: int
+    step: int
+    prompt_index: int
+    take: int
+    index: int
+    state: str
+    reason: str
+    finish: str
+    reward: float | None
+    advantage: float | None
+    moves: int
+    regenerated: int
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    meta: str
+    leases: tuple[LeaseSpan, ...]
+
+
+class RunRow(msgspec.Struct, frozen=True):
+    """A run as the ledger has it now. `state`: "active" | "finished" | "failed" | "stopped"."""
+
+    run_id: int
+    name: str
+    seed: int
+    config: str
+    engine: str
+    tokenizer: str
+    state: str
+    reason: str
+    attempt: int
+    resume_step: int
+    last_step: int
+    last_version: int
+    created_at: float
+    ended_at: float | None
+
+
+class Table(msgspec.Struct, frozen=True):
+    """An answer: column names, and rows in the order of the columns."""
+
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Any, ...], ...]
+
+
+# ---------------------------------------------------------------- pure
+
+
+def join_chunks(sample_id: int, pieces: Iterable[Piece], length: int) -> Payload:
+    """Chunks of one sample, in any order, as (tokens, logprobs, raw_logprobs) of `length` tokens.
+
+    Raises `LedgerError`, naming the sample, unless each chunk begins where the one before ended and the last ends at `length`.
+    """
+    columns: tuple[list[bytes], list[bytes], list[bytes]] = ([], [], [])
+    at = 0
+    for start, *payload in sorted(pieces, key=lambda piece: piece[0]):
+        if start != at:
+            what = "tokens are missing" if start > at else "chunks overlap"
+            raise LedgerError(f"sample {sample_id}: {what}: a chunk begins at {start}, the ones before end at {at}", _RESTORE)
+        if not len(payload[0]) == len(payload[1]) == len(payload[2]):
+            raise LedgerError(f"sample {sample_id}: the chunk at {start} has not as many logprobs as tokens", _RESTORE)
+        for column, data in zip(columns, payload, strict=True):
+            column.append(data)
+        at += len(payload[0]) // 4
+    if at != length:
+        raise LedgerError(f"sample {sample_id}: {at} tokens in its chunks, {length} accepted", _RESTORE)
+    tokens, logprobs, raw_logprobs = (b"".join(column) for column in columns)
+    return tokens, logprobs, raw_logprobs
+
+
+_RESTORE = "run `scavenger ledger check`, and restore the last backup if it finds more"
+
+
+def final_step(config: str, checkpoint_steps: Sequence[int]) -> int:
+    """The step up to which consumption is final: that of the oldest checkpoint that is kept, -1 when there is none.
+
+    The trainer keeps the newest `checkpoint.keep` of its configuration (JSON); where that does not say, all count as kept.
+    """
+    section = json.loads(config).get("checkpoint") if config else None
+    keep = section.get("keep") if isinstance(section, dict) else None
+    kept = sorted(set(checkpoint_steps))
+    if isinstance(keep, int) and keep > 0:
+        kept = kept[-keep:]
+    return kept[0] if kept else -1
+
+
+# ---------------------------------------------------------------- reading
+
+
+@contextmanager
+def _reading(engine: sa.Engine) -> Iterator[sa.Connection]:
+    """A short transaction in which all statements see one state of the ledger."""
+    try:
+        with engine.connect() as connection:
+            if connection.dialect.name == "postgresql":
+                connection = connection.execution_options(isolation_level="REPEATABLE READ")
+            with connection.begin():
+                yield connection
+    except sa.exc.DBAPIError as error:
+        raise LedgerError(f"the ledger cannot be read: {explain(error)}", REMEDIES.get(classify(error), "")) from error
+
+
+def _ask(connection: sa.Connection, name: str, **parameters: Any) -> Iterator[Mapping[str, Any]]:
+    result = connection.execute(sa.text(queries.load(name)), parameters)
+    return iter(result.mappings())
+
+
+def rows(engine: sa.Engine, sql: str, params: Mapping[str, Any] | None = None) -> Table:
+    """Run one statement (`:name` marks a parameter) and fetch all of its answer. Raises `LedgerError`."""
+    with _reading(engine) as connection:
+        result = connection.execute(sa.text(sql), dict(params or {}))
+        return Table(tuple(result.keys()), tuple(tuple(row) for row in result))
+
+
+def read_snapshot(engine: sa.Engine) -> r.Snapshot:
+    """Everything a restarted daemon needs, in one consistent view. Raises `LedgerError` naming a sample whose chunks do not join."""
+    with _reading(engine) as connection:
+        runs = _runs(connection)
+        groups: list[r.GroupState] = []
+        for run in runs:
+            final = final_step(run.config, [checkpoint.step for checkpoint in run.checkpoints])
+            groups.extend(_groups(connection, run.created.run_id, final))
+        workers = tuple(r.WorkerState(_struct(r.WorkerJoined, row, at="joined_at")) for row in _ask(connection, "snapshot_workers"))
+        jobs = tuple(_job(row) for row in _ask(connection, "snapshot_jobs"))
+        (ids,) = _ask(connection, "next_ids")
+        return r.Snapshot(**ids, runs=tuple(runs), groups=tuple(groups), workers=workers, jobs=jobs)
+
+
+def replay_groups(engine: sa.Engine, run_id: int, after_step: int) -> tuple[r.GroupState, ...]:
+    """A run's groups that are not final for a resume from the checkpoint of `after_step`, which may be older than those kept."""
+    with _reading(engine) as connection:
+        return tuple(_groups(connection, run_id, after_step))
+
+
+def run_by_name(engine: sa.Engine, name: str) -> RunRow | None:
+    """The newest run of that name; None when there is none."""
+    with _reading(engine) as connection:
+        return next((_struct(RunRow, row) for row in _ask(connection, "run_by_name", name=name)), None)
+
+
+def samples_of_step(
+    engine: sa.Engine, run: str, step: int, group: int | None = None, purpose: str = "train"
+) -> tuple[SampleRow, ...]:
+    """The samples generated for a step of the newest run called `run`, in the order of prompts; in every state, in flight too.
+
+    Raises `LedgerError` for an unknown run.
+    """
+    found = run_by_name(engine, run)
+    if found is None:
+        raise LedgerError(f"the ledger has no run called {run!r}", "`scavenger ledger report runs` lists them")
+    wanted = {"run_id": found.run_id, "step": step, "group_id": group, "purpose": purpose}
+    with _reading(engine) as connection:
+        samples = list(_ask(connection, "step_samples", **wanted))
+        payloads = _payloads(samples, _ask(connection, "step_chunks", **wanted))
+        spans: dict[int, list[LeaseSpan]] = defaultdict(list)
+        for row in _ask(connection, "step_leases", **wanted):
+            spans[row["sample_id"]].append(_span(row))
+    return tuple(_sample_row(row, payloads[row["sample_id"]], spans[row["sample_id"]]) for row in samples)
+
+
+# ---------------------------------------------------------------- rows to records
+
+
+def _struct(kind: Any, row: Mapping[str, Any], **renamed: str) -> Any:
+    """A record from a row whose columns are called as its fields, or as `renamed` says."""
+    return kind(**{name: row[renamed.get(name, name)] for name in kind.__struct_fields__})
+
+
+def _runs(connection: sa.Connection) -> list[r.RunState]:
+    versions: dict[int, list[r.VersionPublished]] = defaultdict(list)
+    for row in _ask(connection, "snapshot_versions"):
+        versions[row["run_id"]].append(_struct(r.VersionPublished, row, at="published_at"))
+    # Ordered by step, then by time: of a step that was recorded twice the later stays.
+    checkpoints: dict[int, dict[int, r.CheckpointRecorded]] = defaultdict(dict)
+    for row in _ask(connection, "snapshot_checkpoints"):
+        checkpoints[row["run_id"]][row["step"]] = _struct(r.CheckpointRecorded, row, at="recorded_at")
+    return [
+        r.RunState(
+            created=_struct(r.RunCreated, row, at="created_at"),
+            attempt=row["attempt"],
+            resume_step=row["resume_step"],
+            last_step=row["last_step"],
+            engine=row["attempt_engine"],
+            config=row["attempt_config"],
+            versions=tuple(versions[row["run_id"]]),
+            checkpoints=tuple(checkpoints[row["run_id"]].values()),
+        )
+        for row in _ask(connection, "snapshot_runs")
+    ]
+
+
+def _groups(connection: sa.Connection, run_id: int, final: int) -> Iterator[r.GroupState]:
+    wanted = {"run_id": run_id, "final_step": final}
+    samples = list(_ask(connection, "snapshot_samples", **wanted))
+    payloads = _payloads(samples, _ask(connection, "snapshot_chunks", **wanted))
+    leases = {row["sample_id"]: row for row in _ask(connection, "snapshot_leases", **wanted)}
+    members: dict[int, list[r.SampleState]] = defaultdict(list)
+    for row in samples:
+        members[row["group_id"]].append(_sample(row, payloads[row["sample_id"]], leases.get(row["sample_id"])))
+    for row in _ask(connection, "snapshot_groups", **wanted):
+        group = row["group_id"]
+        created = _struct(r.GroupCreated, row, version="created_version", at="created_at")
+        if len(members[group]) != created.n:
+            raise LedgerError(f"group {group} has {len(members[group])} samples instead of {created.n}", _RESTORE)
+        yield r.GroupState(created, row["version"], tuple(members[group]))
+
+
+def _payloads(samples: Sequence[Mapping[str, Any]], chunks: Iterable[Mapping[str, Any]]) -> dict[int, Payload]:
+    pieces: dict[int, list[Piece]] = defaultdict(list)
+    for row in chunks:
+        pieces[row["sample_id"]].append((row["start_len"], row["tokens"], row["logprobs"], row["raw_logprobs"]))
+    return {row["sample_id"]: join_chunks(row["sample_id"], pieces[row["sample_id"]], row["accepted_len"]) for row in samples}
+
+
+def _sample(row: Mapping[str, Any], payload: Payload, lease: Mapping[str, Any] | None) -> r.SampleState:
+    tokens, logprobs, raw_logprobs = payload
+    return r.SampleState(
+        sample_id=row["sample_id"],
+        index=row["sample_index"],
+        state=row["state"],
+        epoch=row["epoch"],
+        moves=row["moves"],
+        tokens=tokens,
+        logprobs=logprobs,
+        raw_logprobs=raw_logprobs,
+        finish=row["finish"],
+        reward=row["reward"],
+        lease=None if lease is None else (lease["epoch"], lease["worker_id"], lease["version"]),
+        ended_step=row["ended_step"],
+    )
+
+
+def _job(row: Mapping[str, Any]) -> r.JobState:
+    return r.JobState(
+        intended=_struct(r.JobIntended, row, at="intended_at"),
+        job_id=row["job_id"],
+        last_state=row["last_state"],
+        restart_count=row["restart_count"],
+        node=row["node"],
+        hold_open=bool(row["hold_open"]),
+    )
+
+
+def _span(row: Mapping[str, Any]) -> LeaseSpan:
+    return LeaseSpan(
+        epoch=row["epoch"],
+        worker_id=row["worker_id"],
+        kind=row["kind"] or "",
+        node=row["node"] or "",
+        job_id=row["job_id"] or 0,
+        start_len=row["start_len"],
+        end_len=row["accepted_len"] if row["ended_at"] is None else row["end_len"],
+        reason=row["reason"],
+    )
+
+
+def _sample_row(row: Mapping[str, Any], payload: Payload, leases: Sequence[LeaseSpan]) -> SampleRow:
+    return _struct(  # type: ignore[no-any-return]
+        SampleRow,
+        dict(row)
+        | {
+            "index": row["sample_index"],
+            "prompt": unpack_tokens(row["prompt"]),
+            "tokens": unpack_tokens(payload[0]),
+            "logprobs": unpack_logprobs(payload[1]),
+            "leases": tuple(leases),
+        },
+    )

@@ -1,0 +1,132 @@
+"""Reports for an admin and the ledger's own audit, as plain functions for the CLI. Reads only.
+
+Owns the formats. The questions are SQL files under `sql/reports/`.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from decimal import Decimal
+from typing import Any, Literal
+
+import rich.box
+import rich.console
+import rich.table
+import rich.text
+import sqlalchemy as sa
+
+from scavenger.errors import LedgerError
+from scavenger.ledger import queries
+from scavenger.ledger.reader import Table, rows
+from scavenger.ledger.store import head, open_readonly
+
+Format = Literal["table", "csv", "json"]
+_WIDTH = 200
+
+
+def report(url: str, name: str, format: Format = "table") -> str:
+    """The answer of `sql/reports/<name>.sql` as text. Raises `LedgerError` for an unknown report, format or ledger.
+
+    "table" shows times (columns ending in `_unix_s`) as UTC dates; "csv" and "json" keep Unix seconds.
+    """
+    sql = queries.load_report(name)
+    if format not in _FORMATS:
+        raise LedgerError(f"there is no format {format!r}", f"choose one of: {', '.join(_FORMATS)}")
+    engine = open_readonly(url)
+    try:
+        return _FORMATS[format](queries.question(sql), rows(engine, sql))
+    finally:
+        engine.dispose()
+
+
+def check(url: str) -> list[str]:
+    """Everything that is wrong with the ledger, one line each; empty when it is sound. Raises `LedgerError` when it cannot be read."""
+    engine = open_readonly(url)
+    try:
+        if found := _check_revision(engine):
+            return found
+        return [*_check_storage(engine), *_check_contents(engine)]
+    finally:
+        engine.dispose()
+
+
+def _check_revision(engine: sa.Engine) -> list[str]:
+    if not sa.inspect(engine).has_table("alembic_version"):
+        return ["it has no tables: run `scavenger ledger upgrade`"]
+    (current,) = rows(engine, "SELECT max(version_num) FROM alembic_version").rows[0]
+    wanted = head()
+    return [] if current == wanted else [f"its schema is at revision {current}, not {wanted}: run `scavenger ledger upgrade`"]
+
+
+def _check_storage(engine: sa.Engine) -> list[str]:
+    if engine.dialect.name != "sqlite":
+        return []
+    return [f"damaged: {line}" for (line,) in rows(engine, "PRAGMA integrity_check").rows if line != "ok"]
+
+
+def _check_contents(engine: sa.Engine) -> list[str]:
+    found = [
+        f"run {run_id} sample {sample_id}: {problem} ({detail})"
+        for problem, run_id, sample_id, detail in rows(engine, queries.load_report("exactly_once")).rows
+    ]
+    found += [f"{what}: {n} rows" for what, n in rows(engine, queries.load("references")).rows if n]
+    return found
+
+
+# ---------------------------------------------------------------- formats
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it: exact decimals become numbers, payloads hexadecimal text."""
+    if isinstance(value, Decimal):
+        return int(value) if value == value.to_integral_value() else float(value)
+    return value.hex() if isinstance(value, bytes) else value
+
+
+def _shown(column: str, value: Any) -> str:
+    if value is None:
+        return ""
+    if column.endswith("_unix_s"):
+        return datetime.fromtimestamp(float(value), UTC).isoformat(sep=" ", timespec="seconds").removesuffix("+00:00")
+    value = _plain(value)
+    return f"{value:,}" if isinstance(value, int) and not column.endswith(("id", "step")) else str(value)
+
+
+def _as_table(question: str, answer: Table) -> str:
+    table = rich.table.Table(title=question, box=rich.box.SIMPLE, title_justify="left")
+    for column in answer.columns:
+        numeric = bool(answer.rows) and all(isinstance(v, (int, float, Decimal)) for v in _column(answer, column) if v is not None)
+        table.add_column(column.removesuffix("_unix_s"), justify="right" if numeric else "left", overflow="fold")
+    for row in answer.rows:
+        # As plain text: a reason that came from elsewhere must not be read as markup.
+        table.add_row(*(rich.text.Text(_shown(column, value)) for column, value in zip(answer.columns, row, strict=True)))
+    console = rich.console.Console(file=io.StringIO(), width=_WIDTH, color_system=None)
+    console.print(table)
+    console.print(f"{len(answer.rows)} rows", highlight=False)
+    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
+
+
+def _column(answer: Table, column: str) -> Sequence[Any]:
+    at = answer.columns.index(column)
+    return [row[at] for row in answer.rows]
+
+
+def _as_csv(question: str, answer: Table) -> str:
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(answer.columns)
+    writer.writerows([_plain(value) for value in row] for row in answer.rows)
+    return out.getvalue()
+
+
+def _as_json(question: str, answer: Table) -> str:
+    records = [{c: _plain(v) for c, v in zip(answer.columns, row, strict=True)} for row in answer.rows]
+    return json.dumps({"question": question, "rows": records}, indent=2) + "\n"
+
+
+_FORMATS = {"table": _as_table, "csv": _as_csv, "json": _as_json}

@@ -1,0 +1,32 @@
+-- How many rows name a row that is not there, or contradict one? (The schema has no foreign keys; see schema.py.)
+SELECT 'samples without their group' AS what, count(*) AS n
+FROM samples s LEFT JOIN groups g ON g.group_id = s.group_id AND g.run_id = s.run_id WHERE g.group_id IS NULL
+UNION ALL
+SELECT 'groups without their run', count(*) FROM groups g LEFT JOIN runs r ON r.run_id = g.run_id WHERE r.run_id IS NULL
+UNION ALL
+SELECT 'groups whose samples are not all there', count(*) FROM groups g
+WHERE g.n <> (SELECT count(*) FROM samples s WHERE s.group_id = g.group_id)
+UNION ALL
+SELECT 'leases without their sample', count(*) FROM leases l LEFT JOIN samples s ON s.sample_id = l.sample_id WHERE s.sample_id IS NULL
+UNION ALL
+SELECT 'leases to a worker that never joined', count(*)
+FROM leases l LEFT JOIN workers w ON w.worker_id = l.worker_id WHERE w.worker_id IS NULL
+UNION ALL
+SELECT 'leases still open on a sample that is complete or ended', count(*)
+FROM samples s JOIN leases l ON l.sample_id = s.sample_id AND l.ended_at IS NULL WHERE s.state <> 'open'
+UNION ALL
+SELECT 'samples with more than one open lease', count(*)
+FROM (SELECT sample_id FROM leases WHERE ended_at IS NULL GROUP BY sample_id HAVING count(*) > 1) twice
+UNION ALL
+SELECT 'samples whose epoch is not their newest lease', count(*)
+FROM samples s WHERE s.epoch <> COALESCE((SELECT max(l.epoch) FROM leases l WHERE l.sample_id = s.sample_id), 0)
+UNION ALL
+SELECT 'samples consumed before they were complete', count(*) FROM samples WHERE state = 'consumed' AND finish = ''
+UNION ALL
+SELECT 'workers without their run', count(*) FROM workers w LEFT JOIN runs r ON r.run_id = w.run_id WHERE r.run_id IS NULL
+UNION ALL
+SELECT 'steps of an attempt that was never granted', count(*)
+FROM steps t LEFT JOIN attempts a ON a.run_id = t.run_id AND a.attempt = t.attempt WHERE a.run_id IS NULL
+UNION ALL
+SELECT 'generations of which more than one may write', count(*) - 1
+FROM generations WHERE superseded_at IS NULL HAVING count(*) > 1;
