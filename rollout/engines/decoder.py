@@ -57,9 +57,7 @@ def parse_config(text: str) -> Any:
         raise EngineError(f"the model's config.json cannot be used: {error}", "pass the config.json of a causal LM") from error
     kinds = set(getattr(config, "layer_types", None) or ())
     if kinds - {"full_attention"}:
-        raise EngineError(
-            f"the reference engine computes full attention only; this model has {sorted(kinds)}", "use another engine"
-        )
+        raise EngineError(f"the reference engine computes full attention only; this model has {sorted(kinds)}", "use another engine")
     return config
 
 

@@ -21,7 +21,7 @@ from scavenger.weights.protocol import Get, Part, decode_answer, encode
 from scavenger.weights.transfer import Limits, Transfer, Verdict
 
 _log = structlog.get_logger(__name__)
-_IDLE_S = 0.2  # how soon a source without work looks whether another one's chunks came back
+_IDLE_S = 0.02  # how soon a source without work looks whether another one's chunks came back
 _FRAME_SLACK = 4096
 
 
@@ -45,9 +45,7 @@ async def pull(
     if not sources:
         raise WeightsError(f"version {manifest.version} has no source", "the trainer publishes it again when it reconnects")
     context = zmq.asyncio.Context()
-    tasks = [
-        asyncio.create_task(_Stream(transfer, i, source, keypair, context, clock).run()) for i, source in enumerate(sources)
-    ]
+    tasks = [asyncio.create_task(_Stream(transfer, i, source, keypair, context, clock).run()) for i, source in enumerate(sources)]
     try:
         async with asyncio.timeout(deadline_s):
             await asyncio.gather(*tasks)
@@ -98,7 +96,7 @@ class _Stream:
                         return
                 for chunk in transfer.ask(index, now):
                     await socket.send(encode(Get(transfer.manifest.version, self._source.token, chunk)))
-                wait = min(transfer.next_wait(index, now), _IDLE_S)
+                wait = transfer.next_wait(index, now) if transfer.holders[index].asked else _IDLE_S
                 if await socket.poll(max(1, round(wait * 1000))):
                     self._take(await socket.recv_multipart(copy=False))
         finally:

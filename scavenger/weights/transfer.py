@@ -73,7 +73,9 @@ class Transfer:
         if not holder.asked:
             holder.heard_at = now  # silence counts from the first question on
         chunks = []
-        while self._wanted and len(holder.asked) < self._limits.window:
+        # One that failed gets a single chunk until it delivers, lest the dead take work from the living again and again.
+        window = 1 if holder.backoff_s else self._limits.window
+        while self._wanted and len(holder.asked) < window:
             chunk = self._wanted.popleft()
             if chunk in self._missing:
                 holder.asked[chunk] = now

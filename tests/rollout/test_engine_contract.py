@@ -1,0 +1,397 @@
+"""What every engine must hold. Parametrised by engine: a factory takes a spec and returns a built engine without weights."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="the engines need the [trainer] extra")
+
+from rollout.engines.base import Delta, Engine, Request
+from rollout.engines.registry import builder
+from scavenger.errors import EngineError
+from scavenger.wire import EngineSpec, SampleKey, Sampling
+from tests.rollout import models
+
+T = TypeVar("T")
+Factory = Callable[[EngineSpec], Awaitable[Engine]]
+FACTORIES: dict[str, Factory] = {"reference": lambda spec: builder("reference")(spec)}
+MODEL = models.plain_model(models.config_text())
+VIEWS = models.views(MODEL)
+GREEDY = Sampling(max_tokens=24, temperature=0.0)
+RANDOM = Sampling(max_tokens=24)
+
+
+@pytest.fixture(params=sorted(FACTORIES))
+def factory(request: pytest.FixtureRequest) -> Factory:
+    return FACTORIES[request.param]
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(main)
+
+
+async def loaded(factory: Factory, spec: EngineSpec | None = None, views: Any = None) -> Engine:
+    engine = await factory(spec or models.spec())
+    await engine.load(1, VIEWS if views is None else views)
+    return engine
+
+
+def request(handle: int, sampling: Sampling = RANDOM, accepted: tuple[int, ...] = (), prompt: tuple[int, ...] | None = None) -> Request:
+    key = SampleKey("train", 3, handle // 4, handle % 4)
+    words = prompt if prompt is not None else tuple(1 + (handle * 7 + i) % 20 for i in range(3 + handle % 5))
+    return Request(handle, words, accepted, sampling.max_tokens - len(accepted), sampling, 11, key)
+
+
+async def finish(engine: Engine, *requests: Request, never: tuple[int, ...] = ()) -> dict[int, Delta]:
+    """Everything that the engine makes of the requests, joined a request; nothing may come of the handles in `never`."""
+    for r in requests:
+        await engine.add(r)
+    parts: dict[int, list[Delta]] = {r.handle: [] for r in requests}
+    open_ = set(parts)
+    while open_:
+        for delta in await engine.next():
+            if delta.finish or delta.error:
+                open_.discard(delta.handle)
+            assert len(delta.token_ids) == len(delta.logprobs) == len(delta.raw_logprobs)
+            assert delta.handle not in never
+            if delta.handle in parts:
+                parts[delta.handle].append(delta)
+    return {
+        handle: Delta(
+            handle,
+            tuple(t for d in deltas for t in d.token_ids),
+            tuple(x for d in deltas for x in d.logprobs),
+            tuple(x for d in deltas for x in d.raw_logprobs),
+            deltas[-1].finish,
+            deltas[-1].error,
+        )
+        for handle, deltas in parts.items()
+    }
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, RANDOM, Sampling(24, 0.7, 0.9, 7)], ids=["greedy", "sampled", "truncated"])
+def test_an_interrupted_and_moved_sample_equals_the_uninterrupted_one(factory: Factory, sampling: Sampling) -> None:
+    async def main() -> None:
+        engine = await loaded(factory)
+        whole = (await finish(engine, request(1, sampling)))[1].token_ids
+        assert len(whole) == 24
+        assert len(set(whole)) > 1
+        for cut in (1, 5, 23):
+            other = await loaded(factory)
+            moved = await finish(other, *(request(i, sampling) for i in range(2, 6)), request(1, sampling, whole[:cut]))
+            assert whole[:cut] + moved[1].token_ids == whole
+            await other.close()
+        await engine.close()
+
+    run(main())
+
+
+def test_tokens_do_not_depend_on_the_batch(factory: Factory) -> None:
+    async def main() -> None:
+        engine = await loaded(factory)
+        alone = {i: (await finish(engine, request(i)))[i] for i in range(12)}
+        together = await finish(engine, *(request(i) for i in range(12)))
+        narrow = await loaded(factory, models.spec(max_batch=3))
+        queued = await finish(narrow, *(request(i) for i in range(12)))
+        for i in range(12):
+            assert alone[i].token_ids == together[i].token_ids == queued[i].token_ids
+            for x, y in zip(alone[i].logprobs, together[i].logprobs, strict=True):
+                assert abs(x - y) < 1e-12
+        await engine.close()
+        await narrow.close()
+
+    run(main())
+
+
+def test_a_sample_is_named_by_seed_and_key_not_by_its_handle(factory: Factory) -> None:
+    async def main() -> None:
+        engine = await loaded(factory)
+        first, second = request(1), Request(99, *(getattr(request(1), f) for f in Request.__dataclass_fields__ if f != "handle"))
+        other = Request(7, first.prompt, (), 24, RANDOM, 12, first.key)
+        made = await finish(engine, first, second, other)
+        assert made[1].token_ids == made[99].token_ids != made[7].token_ids
+        await engine.close()
+
+    run(main())
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "llama"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-5), ("float32", 1e-4)])
+def test_logprobs_are_those_of_a_plain_forward(factory: Factory, model_type: str, dtype: str, tolerance: float) -> None:
+    text = models.config_text(model_type, tie_word_embeddings=model_type == "qwen3")
+    model = models.plain_model(text, seed=3)
+    sampling = Sampling(24, 0.8, 0.95, 9)
+
+    async def main() -> Delta:
+        engine = await loaded(factory, models.spec(text, dtype=dtype), models.views(model))
+        head = (await finish(engine, *(request(i, sampling) for i in range(5))))[2].token_ids[:6]
+        moved = (await finish(engine, request(2, sampling, head), request(9, sampling)))[2]
+        await engine.close()
+        return Delta(2, head + moved.token_ids, (0.0,) * 6 + moved.logprobs, (0.0,) * 6 + moved.raw_logprobs)
+
+    made = run(main())
+    prompt = request(2).prompt
+    logits = model(torch.tensor([prompt + made.token_ids])).logits[0, len(prompt) - 1 : -1].double()
+    raw = torch.log_softmax(logits, -1)
+    for i in range(6, 24):
+        token = made.token_ids[i]
+        assert made.raw_logprobs[i] == pytest.approx(float(raw[i, token]), abs=tolerance)
+        scaled = logits[i] / 0.8
+        kept = scaled.topk(9).indices
+        probs = torch.softmax(scaled[kept], -1)
+        nucleus = kept[probs.cumsum(-1) - probs < 0.95]
+        assert token in nucleus.tolist()
+        expected = torch.log_softmax(scaled[nucleus], -1)[nucleus.tolist().index(token)]
+        assert made.logprobs[i] == pytest.approx(float(expected), abs=tolerance)
+
+
+def test_greedy_takes_the_arg_max_and_is_certain_of_it(factory: Factory) -> None:
+    async def main() -> Delta:
+        engine = await loaded(factory)
+        made = (await finish(engine, request(0, GREEDY)))[0]
+        await engine.close()
+        return made
+
+    made = run(main())
+    prompt = request(0).prompt
+    logits = MODEL(torch.tensor([prompt + made.token_ids])).logits[0, len(prompt) - 1 : -1]
+    assert tuple(logits.argmax(-1).tolist()) == made.token_ids
+    assert made.logprobs == (0.0,) * 24
+    assert all(x < 0 for x in made.raw_logprobs)
+
+
+def test_a_stop_token_ends_the_sample_and_is_part_of_it(factory: Factory) -> None:
+    async def main() -> None:
+        engine = await loaded(factory)
+        free = (await finish(engine, request(1)))[1].token_ids
+        stop = free[9]
+        made = (await finish(engine, request(1, Sampling(24, stop_token_ids=(stop,)))))[1]
+        assert made.finish == "stop"
+        assert made.token_ids == free[: free.index(stop) + 1]
+        await engine.close()
+
+    run(main())
+
+
+def test_one_budget_holds_over_all_leases(factory: Factory) -> None:
+    async def main() -> None:
+        engine = await loaded(factory)
+        whole = (await finish(engine, request(1)))[1]
+        rest = (await finish(engine, request(1, accepted=whole.token_ids[:20])))[1]
+        assert (whole.finish, len(whole.token_ids), rest.finish, len(rest.token_ids)) == ("length", 24, "length", 4)
+        await engine.close()
+
+    run(main())
+
+
+def test_an_aborted_request_is_never_heard_of_again(factory: Factory) -> None:
+    async def main() -> None:
+        engine = await loaded(factory)
+        for i in range(4):
+            await engine.add(request(i))
+        await engine.next()
+        waiting = asyncio.create_task(engine.next())
+        await asyncio.sleep(0)
+        await engine.abort([0, 2, 77])
+        assert not {d.handle for d in await waiting} & {0, 2}
+        first = await finish(engine, request(5), never=(0, 2))
+        assert first[5].token_ids == (await finish(engine, request(5), never=(0, 2)))[5].token_ids
+        await engine.abort([1, 3])
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.next(), 0.05)
+        await engine.close()
+
+    run(main())
+
+
+def test_sleep_drops_requests_and_wake_brings_the_weights_back(factory: Factory) -> None:
+    async def main() -> None:
+        engine = await loaded(factory)
+        before = (await finish(engine, request(1)))[1]
+        await engine.add(request(2))
+        await engine.sleep()
+        with pytest.raises(EngineError, match="asleep"):
+            await engine.add(request(1))
+        await engine.wake()
+        assert (await finish(engine, request(1), never=(2,)))[1] == before
+        await engine.close()
+
+    run(main())
+
+
+def test_weights_may_arrive_while_asleep(factory: Factory) -> None:
+    async def main() -> None:
+        engine, fresh = await loaded(factory), models.plain_model(models.config_text(), seed=5)
+        await engine.sleep()
+        await engine.load(2, models.views(fresh))
+        await engine.wake()
+        other = await loaded(factory, views=models.views(fresh))
+        assert await finish(engine, request(1)) == await finish(other, request(1))
+        await engine.close()
+        await other.close()
+
+    run(main())
+
+
+def test_new_weights_end_what_runs_and_rule_what_follows(factory: Factory) -> None:
+    async def main() -> None:
+        fresh = models.views(models.plain_model(models.config_text(), seed=5))
+        engine, other = await loaded(factory), await loaded(factory, views=fresh)
+        old = (await finish(engine, request(1)))[1]
+        await engine.add(request(2))
+        await engine.next()
+        await engine.load(2, fresh)
+        new = (await finish(engine, request(1), never=(2,)))[1]
+        assert old.token_ids != new.token_ids == (await finish(other, request(1)))[1].token_ids
+        await engine.close()
+        await other.close()
+
+    run(main())
+
+
+def test_what_cannot_ever_fit_is_refused_with_its_lengths(factory: Factory) -> None:
+    async def main() -> None:
+        engine = await factory(models.spec(context=32))
+        with pytest.raises(EngineError, match="no weights"):
+            await engine.add(request(1))
+        await engine.load(1, VIEWS)
+        with pytest.raises(EngineError, match="30 tokens and 24 more exceed the context of 32"):
+            await engine.add(request(1, prompt=(1,) * 30))
+        with pytest.raises(EngineError, match="vocabulary of 29"):
+            await engine.add(request(1, prompt=(29,)))
+        with pytest.raises(EngineError, match="nothing to generate"):
+            await engine.add(request(1, prompt=()))
+        exact = (await finish(engine, request(1, prompt=(1,) * 8)))[1]
+        assert len(exact.token_ids) == 24
+        await engine.close()
+
+    run(main())
+
+
+def test_weights_that_do_not_fit_are_refused_and_leave_none(factory: Factory) -> None:
+    async def main() -> None:
+        engine = await loaded(factory)
+        wrong = models.views(models.plain_model(models.config_text(vocab_size=31)))
+        for bad, words in ((wrong, "not \\(29, 32\\)"), (VIEWS[:-1], "1 weights are missing"), ([], "weights are missing")):
+            with pytest.raises(EngineError, match=words):
+                await engine.load(2, bad)
+            with pytest.raises(EngineError, match="no weights"):
+                await engine.add(request(1))
+        await engine.load(3, VIEWS)
+        assert len((await finish(engine, request(1)))[1].token_ids) == 24
+        await engine.close()
+
+    run(main())
+
+
+def test_nan_weights_fail_each_request_and_not_the_engine(factory: Factory) -> None:
+    async def main() -> None:
+        engine = await loaded(factory)
+        good = await finish(engine, request(1))
+        sick = models.plain_model(models.config_text())
+        sick.get_input_embeddings().weight[:, 0] = torch.nan
+        await engine.load(2, models.views(sick))
+        made = await finish(engine, request(1), request(2))
+        for delta in made.values():
+            assert delta.error is not None
+            assert "not finite" in delta.error
+            assert delta.token_ids == ()
+        await engine.load(3, VIEWS)
+        assert await finish(engine, request(1)) == good
+        await engine.close()
+
+    run(main())
+
+
+def test_a_sample_with_nan_does_not_touch_its_neighbours(factory: Factory) -> None:
+    async def main() -> None:
+        sick = models.plain_model(models.config_text(tie_word_embeddings=False))
+        sick.get_input_embeddings().weight[28] = torch.nan  # only a prompt with token 28 meets it
+        sick.get_output_embeddings().weight[28] = 0.0
+        views = models.views(sick)
+        engine = await loaded(factory, models.spec(models.config_text(tie_word_embeddings=False), max_batch=4), views)
+        clean = {i: (await finish(engine, request(i, GREEDY)))[i] for i in range(4)}
+        for _ in range(3):
+            made = await finish(engine, request(9, GREEDY, prompt=(1, 2, 28, 4)), *(request(i, GREEDY) for i in range(4)))
+            assert made.pop(9).error is not None
+            assert {i: d.token_ids for i, d in made.items()} == {i: d.token_ids for i, d in clean.items()}
+        await engine.close()
+
+    run(main())
+
+
+def test_pace_bounds_each_samples_rate(factory: Factory) -> None:
+    async def main() -> None:
+        engine = await loaded(factory, models.spec(pace=100.0))
+        times: list[float] = []
+        cpu, began = time.process_time(), time.monotonic()
+        await engine.add(request(1))
+        while len(times) < 24:
+            if len(times) == 7:
+                await engine.add(request(2))
+            for delta in await engine.next():
+                if delta.handle == 1:
+                    times.append(time.monotonic())
+        gaps = [b - a for a, b in zip(times, times[1:], strict=False)]
+        assert times[-1] - times[0] >= 23 * 0.01 * 0.95
+        assert sorted(gaps)[2] > 0.005
+        assert time.process_time() - cpu < 0.8 * (time.monotonic() - began)
+        assert engine.progress() >= 24
+        await engine.close()
+
+    run(main())
+
+
+def test_a_config_that_names_no_causal_lm_is_refused(factory: Factory) -> None:
+    async def main() -> None:
+        for text in ("[]", "{", '{"model_type": "no-such"}', '{"vocab_size": 3}', models.config_text(layer_types=["sliding_attention"] * 2)):
+            with pytest.raises(EngineError):
+                await factory(models.spec(text))
+        with pytest.raises(EngineError, match="dtype"):
+            await factory(models.spec(dtype="int8"))
+
+    run(main())
+
+
+def test_moved_samples_have_the_models_distribution(factory: Factory) -> None:
+    """20,000 samples moved at random offsets, float32, no deterministic mode: tokens on either side of the move."""
+    stats = pytest.importorskip("scipy.stats")
+    vocab, length, count, prompt = 5, 4, 20_000, (2, 3)
+    text = models.config_text(vocab_size=vocab, num_hidden_layers=1)
+    model = models.plain_model(text, seed=8, scale=2.0)
+    how = Sampling(length)
+
+    def ask(i: int, accepted: tuple[int, ...], upto: int) -> Request:
+        return Request(i, prompt, accepted, upto - len(accepted), how, 5, SampleKey("train", 0, i // 8, i % 8))
+
+    async def main() -> list[tuple[int, tuple[int, ...]]]:
+        engine = await loaded(factory, models.spec(text, dtype="float32", max_batch=1024, context=16), models.views(model))
+        cuts = [1 + (i * 7919) % (length - 1) for i in range(count)]
+        heads = await finish(engine, *(ask(i, (), cuts[i]) for i in range(count)))
+        tails = await finish(engine, *(ask(i, heads[i].token_ids, length) for i in reversed(range(count))))
+        await engine.close()
+        return [(cuts[i], heads[i].token_ids + tails[i].token_ids) for i in range(count)]
+
+    samples = run(main())
+    texts = [tuple(int(d) for d in torch.unravel_index(torch.tensor(n), (vocab,) * length)) for n in range(vocab**length)]
+    logits = model(torch.tensor([prompt + t for t in texts])).logits[:, 1:-1].double()
+    logprobs = torch.log_softmax(logits, -1).gather(2, torch.tensor(texts)[:, :, None])[:, :, 0].sum(1)
+    exact = {t: math.exp(float(x)) for t, x in zip(texts, logprobs, strict=True)}
+    for cut in range(1, length):  # the pair of tokens on either side of a move at `cut`
+        mine = [t[cut - 1 : cut + 1] for c, t in samples if c == cut]
+        pairs = sorted({t[cut - 1 : cut + 1] for t in texts})
+        expected = [len(mine) * sum(p for t, p in exact.items() if t[cut - 1 : cut + 1] == pair) for pair in pairs]
+        assert min(expected) > 5
+        assert stats.chisquare([mine.count(pair) for pair in pairs], expected).pvalue > 0.001
+    counts = [sum(1 for _, t in samples if t == text) for text in texts]
+    expected = [count * exact[t] for t in texts]
+    few = [i for i, e in enumerate(expected) if e < 5]
+    rest = [i for i, e in enumerate(expected) if e >= 5]
+    observed = [counts[i] for i in rest] + [sum(counts[i] for i in few)]
+    assert stats.chisquare(observed, [expected[i] for i in rest] + [sum(expected[i] for i in few)]).pvalue > 0.001
