@@ -71,7 +71,8 @@ class Node:
     def usable(self) -> bool:
         """Whether new jobs may start here at all."""
         bad = {"down", "drain", "drained", "draining", "fail", "failing", "maint", "reserved", "not_responding",
-               "unknown", "error", "power_down", "powered_down", "powering_down", "reboot", "planned_down"}
+               "unknown", "error", "power_down", "powered_down", "powering_down", "powering_up", "reboot", "reboot_issued",
+               "reboot_requested", "planned_down", "invalid_reg", "inval", "future"}
         return not (self.states & bad)
 
     @property
@@ -154,7 +155,10 @@ class ClusterView:
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """A job to submit. `script` is the whole batch script; `argv` options are built from the fields, never by the caller."""
+    """A job to submit. `script` is the whole batch script; `argv` options are built from the fields, never by the caller.
+
+    `gpus` is each node's share (as `--gres`); a `Job`'s is the total over its nodes.
+    """
 
     name: str
     comment: str

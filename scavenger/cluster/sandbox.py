@@ -150,7 +150,18 @@ class SlurmSandbox:
         self.run("scontrol", "update", f"NodeName={name}", "State=DOWN", "Reason=sandbox")
 
     def resume_node(self, name: str) -> None:
-        self.run("scontrol", "update", f"NodeName={name}", "State=RESUME")
+        """Give a lost node back and wait until its slurmd has answered, about a second; no-op for one that is up."""
+        deadline = time.monotonic() + 20
+        while True:
+            words = self.run("sinfo", "-h", "-a", "-N", "-n", name, "-O", "StateComplete: ").split()
+            states = {state for word in words for state in word.split("+")}
+            if {"down", "drain", "drained"} & states:
+                self.run("scontrol", "update", f"NodeName={name}", "State=RESUME")
+            elif states and "not_responding" not in states:
+                return
+            if time.monotonic() > deadline:
+                raise ClusterError(f"node {name} did not come back: {' '.join(words) or 'no such node'}")
+            time.sleep(0.05)
 
     def kill_steps(self, job_id: int) -> tuple[int, ...]:
         """SIGKILL every process of a job and its slurmstepds, with no notice at all; return their pids.

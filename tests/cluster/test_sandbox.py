@@ -1,0 +1,141 @@
+"""The private Slurm starts, loses jobs and nodes on request, and leaves nothing behind, however its user ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from scavenger.cluster import procs, sandbox
+from scavenger.cluster.layout import decode_layout, demo_layout, encode_layout
+from scavenger.cluster.model import JobSpec, JobState
+from scavenger.cluster.sandbox import SlurmSandbox
+from scavenger.cluster.sandbox_conf import Site, cred_expire_s, gres_conf, slurm_conf
+from scavenger.cluster.slurm import SlurmCluster
+from scavenger.errors import ClusterError, ClusterUnavailable, ConfigError, SubmitUnknown
+from tests.clusters import unfinished, wait_for
+
+ROOT = Path(__file__).resolve().parents[2]
+SLEEPER = "#!/bin/bash\nsetsid sleep 4321 &\nsrun sleep 4321\n"
+
+
+def sleepers(below: int) -> list[int]:
+    return [pid for pid in procs.descendants(below, procs.snapshot()) if "sleep 4321" in procs.title(pid)]
+
+
+@pytest.mark.slurm
+def test_a_sandbox_ends_with_a_user_that_was_killed() -> None:
+    code = (
+        "import sys\nfrom scavenger.cluster.sandbox import SlurmSandbox\n"
+        "box = SlurmSandbox().start()\n"
+        f"box.run('sbatch', '-p', 'scavenge', '-o', '/dev/null', stdin={SLEEPER!r})\n"
+        "print(box.dir, box.ready.pid, flush=True)\nsys.stdin.read()\n"
+    )
+    user = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    )
+    assert user.stdout is not None
+    folder, pid = user.stdout.readline().split()
+    try:
+        wait_for("the job runs", lambda: len(sleepers(int(pid))) >= 2)
+        table = procs.snapshot()
+        everything = {p: table[p].start for p in (int(pid), *procs.descendants(int(pid), table))}
+    finally:
+        user.kill()
+        user.communicate()
+
+    def gone() -> bool:
+        now = procs.snapshot()
+        return not any(p in now and now[p].start == start and now[p].state != "Z" for p, start in everything.items())
+
+    wait_for("every daemon, step and job process is gone", gone, 10)
+    wait_for("the folder is gone", lambda: not Path(folder).exists(), 5)
+
+
+@pytest.mark.slurm
+def test_killing_a_jobs_steps_leaves_none_of_its_processes_and_slurm_puts_it_back(slurm_sandbox: SlurmSandbox) -> None:
+    cluster = SlurmCluster(slurm_sandbox.env)
+    job_id = cluster.submit(JobSpec(name="s", comment="", partition="scavenge", script=SLEEPER, nodelist=("node3",)))
+    wait_for("the job's processes run", lambda: len(sleepers(slurm_sandbox.ready.pid)) >= 2)
+    assert len(slurm_sandbox.kill_steps(job_id)) >= 4
+    wait_for("they are gone", lambda: not sleepers(slurm_sandbox.ready.pid), 2)
+    slurm_sandbox.down_node("node3")
+
+    def back() -> bool:
+        (job,) = (job for job in cluster.view().jobs if job.job_id == job_id)
+        return job.state is JobState.PENDING and job.restart_count == 1
+
+    wait_for("Slurm has put the job back", back)
+
+
+@pytest.mark.slurm
+def test_a_controller_that_hangs_is_unavailable_and_a_submission_to_it_is_unknown(slurm_sandbox: SlurmSandbox) -> None:
+    patient, hasty = SlurmCluster(slurm_sandbox.env), SlurmCluster(slurm_sandbox.env, timeout_s=0.5)
+    slurm_sandbox.freeze_controller()
+    try:
+        with pytest.raises(ClusterUnavailable):
+            hasty.view()
+        with pytest.raises(SubmitUnknown):
+            hasty.submit(JobSpec(name="s", comment="intent 77", partition="scavenge", script=SLEEPER))
+    finally:
+        slurm_sandbox.thaw_controller()
+    # the request was on its way: this is why a caller looks for its intent before it submits again
+    wait_for("the job turns up", lambda: any(job.comment == "intent 77" for job in patient.view().jobs))
+
+
+@pytest.mark.slurm
+def test_one_observation_is_three_commands_whatever_the_number_of_jobs(slurm_sandbox: SlurmSandbox) -> None:
+    cluster = SlurmCluster(slurm_sandbox.env)
+    slurm_sandbox.run("sbatch", "-p", "normal", "-a", "0-299", "-o", "/dev/null", stdin="#!/bin/bash\nsleep 60\n")
+    view = cluster.view()
+    assert len(unfinished(view)) >= 300
+    assert cluster.rpc_counts == {"scontrol": 2, "squeue": 1}
+
+
+@pytest.mark.slurm
+@pytest.mark.mpi
+def test_mpi_ranks_find_each_other_under_srun(slurm_sandbox: SlurmSandbox, tmp_path: Path) -> None:
+    pytest.importorskip("mpi4py")
+    out = tmp_path / "out"
+    program = "from mpi4py import MPI; c = MPI.COMM_WORLD; print(c.allreduce(c.rank + 1), c.size)"
+    script = f"#!/bin/bash\nsrun --mpi=pmix {sys.executable} -c '{program}'\n"
+    cluster = SlurmCluster(slurm_sandbox.env)
+    job_id = cluster.submit(
+        JobSpec(name="mpi", comment="", partition="reserved", script=script, gpus=4, tasks=2, output=str(out),
+                environment={"OMPI_MCA_btl": "self,tcp"})
+    )  # fmt: skip
+    wait_for("the job is over", lambda: job_id not in unfinished(cluster.view()))
+    assert out.read_text().splitlines() == ["3 2", "3 2"]
+
+
+def test_no_slurm_commands_on_path_is_an_error_with_its_remedy() -> None:
+    with pytest.raises(ClusterError, match=r"no scontrol on PATH\n  remedy: .*local"):
+        SlurmCluster({"PATH": "/nonexistent"}).view()
+
+
+def test_a_machine_without_slurm_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "_search_path", lambda: "/nonexistent")
+    with pytest.raises(ClusterError, match=r"no munged, slurmctld.*\n  remedy: apt-get install"):
+        SlurmSandbox().start()
+
+
+def test_a_configuration_says_what_the_layout_says() -> None:
+    layout = demo_layout(nodes=3, gpus=2, grace_s=2.5)
+    site = Site("/d", "host", "me", "/plugins", 20000)
+    text = slurm_conf(layout, site)
+    assert "NodeName=node2 NodeHostname=host NodeAddr=127.0.0.1 Port=20003 " in text
+    assert "PartitionName=scavenge Nodes=node1,node2 Default=NO MaxTime=INFINITE DefaultTime=60 PriorityTier=1 " \
+           "PreemptMode=REQUEUE GraceTime=3 State=UP" in text  # fmt: skip
+    assert "cred_expire=5" in text  # anything below is refused by slurmd, which then takes 120
+    assert gres_conf(layout, site).count("File=/d/dev/nvidia[0-1]") == 3
+    assert cred_expire_s(demo_layout(requeue_delay_s=30)) == 29
+
+
+def test_a_layout_survives_its_own_json_and_a_bad_one_is_refused() -> None:
+    layout = demo_layout()
+    assert decode_layout(encode_layout(layout)) == layout
+    for bad in ("{", '{"nodes": []}', encode_layout(layout).replace('"node1"', '"node9"', 1), '{"nodes":["a b"]}'):
+        with pytest.raises(ConfigError):
+            decode_layout(bad)
