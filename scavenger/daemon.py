@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import os
 import signal
 import socket
@@ -74,7 +73,7 @@ class Daemon:
         pair = keys.read_keypair(keys.server_key_path(self.state_dir))
         store.upgrade(self.config.ledger_url)
         writer = self._start_writer(loop)
-        generation = writer.generation
+        generation, self._engine = writer.generation, writer.engine
         router = Router(limits_of(self.config), generation)
         self.server = server = Server(router, writer, self.keyring, pair, self.clock, self._history)
         try:
@@ -154,8 +153,7 @@ class Daemon:
         )  # fmt: skip
 
     async def _history(self, run_id: int, after_step: int) -> tuple[GroupState, ...]:
-        url = self.config.ledger_url
-        return await asyncio.to_thread(functools.partial(reader.read_history, url, run_id, after_step))
+        return await asyncio.to_thread(reader.replay_groups, self._engine, run_id, after_step)
 
     def _announce(self, public: str, port: int, generation: int) -> None:
         host = self.config.daemon.advertise or self.config.daemon.listen

@@ -99,6 +99,7 @@ class Server:
         self._context = zmq.asyncio.Context()
         self._socket: zmq.Socket[bytes] | None = None
         self._drain_due = False
+        self._failure: asyncio.Future[None] | None = None
         self._auth: AsyncioAuthenticator | None = None
         self._conns: dict[bytes, tuple[int, str]] = {}  # routing id -> (conn, public key)
         self._routes: dict[int, bytes] = {}
@@ -138,7 +139,8 @@ class Server:
         descriptor = int(self._socket.getsockopt(zmq.FD))
         loop.add_reader(descriptor, self._drain)
         self._look_again()
-        tasks = [asyncio.create_task(self._tick()), asyncio.create_task(stop.wait())]
+        self._failure = failure = loop.create_future()
+        tasks: list[asyncio.Future[Any]] = [asyncio.create_task(self._tick()), asyncio.create_task(stop.wait()), failure]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -242,11 +244,17 @@ class Server:
                 case ReadHistory():
                     task = asyncio.get_running_loop().create_task(self._history(action))
                     self._tasks.add(task)
-                    task.add_done_callback(self._tasks.discard)
+                    task.add_done_callback(self._history_done)
 
     async def _history(self, action: ReadHistory) -> None:
         groups = await self._read_history(action.run_id, action.after_step)
         self.post(HistoryRead(action.run_id, action.attempt, groups))
+
+    def _history_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and self._failure is not None and not self._failure.done():
+            self._failure.set_exception(error)  # ends the daemon: a ledger that cannot be read is no ledger
 
     def _send(self, conn: int, message: wire.Message) -> None:
         routing_id = self._routes.get(conn)

@@ -1,0 +1,197 @@
+"""The `scavenger` command: argument parsing and printing. Each command calls one function of the part that does the work."""
+
+from __future__ import annotations
+
+import getpass
+import logging
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Annotated, Literal
+
+import structlog
+import typer
+from rich.console import Console
+
+from scavenger import __version__, config, keys
+from scavenger.errors import ScavengerError
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Idle GPUs of a Slurm cluster for LLM rollouts."
+)
+ledger_app = typer.Typer(no_args_is_help=True, help="Read and check the ledger.")
+app.add_typer(ledger_app, name="ledger")
+
+ConfigOption = Annotated[Path, typer.Option("--config", "-c", help="the daemon's scavenger.toml", envvar="SCAVENGER_CONFIG")]
+DEFAULT_CONFIG = Path("scavenger.toml")
+err = Console(stderr=True, soft_wrap=True, highlight=False)
+
+
+def main() -> None:
+    """Entry point: errors that a user can act on are printed without a traceback."""
+    try:
+        app()
+    except ScavengerError as error:
+        err.print(f"scavenger: {error}", markup=False)
+        sys.exit(error.exit_code)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(__version__)
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="folder for the results")] = Path("demo-out"),
+    backend: Annotated[str, typer.Option(help="auto, slurm or local")] = "auto",
+    steps: Annotated[int, typer.Option(min=1, help="optimizer steps")] = 0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    preempt_every_s: Annotated[float, typer.Option(min=0, help="mean seconds between other users' jobs; 0 = none")] = -1.0,
+) -> None:
+    """Run everything on this machine: a private Slurm, preempted engines, a training job that learns."""
+    import dataclasses
+
+    from scavenger.demo import session
+
+    options = session.DemoOptions(out)
+    chosen = dataclasses.replace(options.settings, seed=seed, steps=steps or options.settings.steps)
+    every = options.preempt_every_s if preempt_every_s < 0 else preempt_every_s
+    options = dataclasses.replace(options, backend=_one_of(backend, ("auto", "slurm", "local")), settings=chosen, preempt_every_s=every)
+    try:
+        sys.exit(session.run(options, Console(highlight=False)))
+    except KeyboardInterrupt:
+        err.print("stopped; nothing is left running")
+        sys.exit(130)
+
+
+def _one_of(value: str, allowed: tuple[str, ...]) -> str:
+    if value not in allowed:
+        raise typer.BadParameter(f"{value!r}: one of {', '.join(allowed)}")
+    return value
+
+
+@app.command()
+def init(
+    directory: Annotated[Path, typer.Argument(help="where scavenger.toml and the state directory go")] = Path(),
+    partition: Annotated[str, typer.Option(help="the preemptible partition to harvest")] = "scavenge",
+    listen: Annotated[str, typer.Option(help="interface that workers reach")] = "0.0.0.0",
+) -> None:
+    """Write scavenger.toml and make the keys; existing files are left as they are."""
+    from scavenger.demo import toml
+
+    directory.mkdir(parents=True, exist_ok=True)
+    path, state_dir = directory / "scavenger.toml", (directory / "state").resolve()
+    for written in keys.init_state(state_dir, getpass.getuser()):
+        print(f"wrote {written}")
+    if path.exists():
+        print(f"left {path} as it is")
+        return
+    document: dict[str, dict[str, object]] = {
+        "daemon": {"state_dir": state_dir, "listen": listen, "advertise": os.uname().nodename},
+        "cluster": {"backend": "slurm"},
+        "harvest": {"partition": partition},
+    }
+    path.write_text(toml.dumps(document))
+    print(f"wrote {path}; next: scavenger daemon --config {path}")
+
+
+@app.command()
+def enroll(
+    name: Annotated[str, typer.Argument(help="who this is")],
+    public: Annotated[str, typer.Option("--public", help="the public half of the owner's key")],
+    config_path: ConfigOption = DEFAULT_CONFIG,
+) -> None:
+    """Allow a public key to own runs; takes effect within seconds. Remove the file it names to revoke."""
+    print(f"wrote {keys.enroll(config.read_daemon(config_path).daemon.state_dir, name, public)}")
+
+
+@app.command()
+def daemon(
+    config_path: ConfigOption = DEFAULT_CONFIG,
+    die_with_stdin: Annotated[bool, typer.Option(hidden=True)] = False,
+) -> None:
+    """Watch the cluster, harvest idle GPUs, route samples; until SIGTERM."""
+    from scavenger import daemon as daemons
+    from scavenger.cluster import choose
+
+    _log_to_stderr()
+    settings = config.read_daemon(config_path)
+    if die_with_stdin:
+        threading.Thread(target=_end_with_stdin, daemon=True, name="stdin").start()
+    cluster = choose.backend(settings)
+    choose.preflight(settings, cluster)
+    try:
+        daemons.run(settings, cluster)
+    finally:
+        cluster.close()
+
+
+def _end_with_stdin() -> None:
+    """The process that started us is gone when our stdin ends: leave as on SIGTERM."""
+    import signal
+
+    while os.read(0, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _log_to_stderr() -> None:
+    level = logging.getLevelNamesMapping().get(os.environ.get("SCAVENGER_LOG", "INFO").upper(), logging.INFO)
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        processors=[
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso"),
+            structlog.processors.format_exc_info,
+            structlog.processors.LogfmtRenderer(key_order=["timestamp", "level", "event"]),
+        ],
+    )
+
+
+@app.command()
+def samples(
+    run: Annotated[str, typer.Argument(help="the run's name")],
+    step: Annotated[int, typer.Option(min=0)],
+    group: Annotated[int | None, typer.Option(help="only this group (its prompt's index)")] = None,
+    purpose: Annotated[str, typer.Option(help="train or eval")] = "train",
+    jsonl: Annotated[bool, typer.Option("--jsonl", help="one JSON object a line")] = False,
+    config_path: ConfigOption = DEFAULT_CONFIG,
+) -> None:
+    """Show a step's samples: prompt, answer, reward, advantage, finish reason, moves and engines."""
+    from scavenger import samples as shown
+
+    url = config.read_daemon(config_path).ledger_url
+    for line in shown.lines(url, run, step, group, _one_of(purpose, ("train", "eval")), jsonl=jsonl):
+        print(line)
+
+
+@ledger_app.command("report")
+def ledger_report(
+    name: Annotated[str, typer.Argument(help="a report of sql/reports; `list` names them all")],
+    fmt: Annotated[Literal["table", "csv", "json"], typer.Option("--format")] = "table",
+    config_path: ConfigOption = DEFAULT_CONFIG,
+) -> None:
+    """Run one of the admin reports."""
+    from scavenger.ledger import queries, reports
+
+    if name == "list":
+        for known in queries.report_names():
+            print(f"{known:36} {queries.question(queries.load_report(known))}")
+        return
+    print(reports.report(config.read_daemon(config_path).ledger_url, name, fmt))
+
+
+@ledger_app.command("check")
+def ledger_check(config_path: ConfigOption = DEFAULT_CONFIG) -> None:
+    """Audit the ledger: every reference, every offset, every sample delivered once."""
+    from scavenger.ledger import reports
+
+    problems = reports.check(config.read_daemon(config_path).ledger_url)
+    for problem in problems:
+        print(problem)
+    print("the ledger is sound" if not problems else f"{len(problems)} problems")
+    sys.exit(1 if problems else 0)

@@ -1,0 +1,109 @@
+"""The demo's report: one self-contained HTML page, and its summary for the terminal. Pure: figures in, text out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jinja2
+
+from scavenger.demo import plots
+from scavenger.demo.figures import Figures
+
+OWNERS = (
+    ("reserved (training job)", "#5b6ee1", "reserved"),
+    ("other users", "#d9634c", "others"),
+    ("harvested", "#37a66b", "harvested"),
+    ("idle", "#d8dce3", "idle"),
+    ("unusable", "#8a8f98", "unusable"),
+)
+
+PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Scavenger: {{ title }}</title><style>
+body{font:15px/1.5 system-ui,sans-serif;max-width:900px;margin:2rem auto;padding:0 1rem;color:#1d2330}
+h1{font-size:1.5rem}h2{font-size:1.1rem;margin-top:2rem}table{border-collapse:collapse}td,th{padding:.2rem .9rem .2rem 0;text-align:left}
+svg{width:100%;background:#fafbfc;border:1px solid #e3e6ea}svg text{font-size:11px;fill:#5a6372}.grid{stroke:#e3e6ea}
+.curve{fill:none;stroke:#5b6ee1;stroke-width:1.6}circle{fill:#5b6ee1}.bar{fill:#37a66b}
+.legend span{margin-right:1rem}.legend i{display:inline-block;width:.8rem;height:.8rem;margin-right:.3rem}
+pre{background:#f3f4f6;padding:.8rem;overflow:auto}</style></head><body>
+<h1>Scavenger: {{ title }}</h1><p>{{ subtitle }}</p>
+<table>{% for name, value in rows %}<tr><th>{{ name }}</th><td>{{ value }}</td></tr>{% endfor %}</table>
+<h2>GPUs over time, by owner</h2>{{ gpus|safe }}
+<h2>Reward per step</h2>{{ reward|safe }}
+<h2>Tokens salvaged per lost engine</h2>{{ salvaged|safe }}
+<h2>Engines lost</h2><table><tr><th>s</th><th>node</th><th>job</th><th>notice</th><th>reason</th><th>samples</th><th>salvaged</th>
+<th>again</th></tr>{% for e in lost %}<tr><td>{{ "%.0f"|format(e.at - start) }}</td><td>{{ e.node }}</td><td>{{ e.job_id }}</td>
+<td>{{ "yes" if e.notice else "no" }}</td><td>{{ e.reason }}</td><td>{{ e.samples }}</td><td>{{ e.salvaged }}</td>
+<td>{{ e.regenerated }}</td></tr>{% endfor %}</table>
+<h2>Ask the ledger yourself</h2><pre>{{ queries }}</pre></body></html>
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What the ledger does not know: where things lie and how long it took. `waited_s`: the longest wait of another user's job."""
+
+    backend: str
+    ledger_path: str
+    took_s: float
+    others_jobs: int
+    others_waited_s: float | None
+    grace_s: float
+
+
+def summary(figures: Figures, context: Context) -> list[tuple[str, str]]:
+    """The report's table, one (name, value) a line."""
+    now, moves, steps = figures.now, figures.moves, figures.trained()
+    rows = [
+        ("cluster", context.backend),
+        ("took", f"{context.took_s:.0f} s"),
+        ("optimizer steps", str(len(steps))),
+        ("samples trained on", f"{moves.samples:,}, each exactly once"),
+        ("tokens generated", f"{now.tokens_total:,}"),
+        ("engines lost", f"{len(figures.lost)} ({now.preemptions} preemptions seen by the daemon)"),
+        ("tokens salvaged", f"{now.tokens_salvaged:,}"),
+        ("tokens generated again", f"{now.tokens_regenerated:,}"),
+        ("samples that moved", f"{moves.moved:,} ({moves.share:.0%}), the most moves of one sample: {moves.most}"),
+    ]
+    if context.others_waited_s is not None:
+        waited = f"{context.others_waited_s:.1f} s at most, {context.others_jobs} jobs (GraceTime {context.grace_s:g} s)"
+        rows.append(("other users waited", waited))
+    evaluations = figures.evaluations()
+    if len(evaluations) >= 2:
+        before, after = evaluations[0].metrics, evaluations[-1].metrics
+        for name, label in (("eval_sampled", "held-out accuracy, sampled"), ("eval_greedy", "held-out accuracy, greedy")):
+            if name in before and name in after:
+                rows.append((label, f"{before[name]:.3f} before, {after[name]:.3f} after ({after[name] - before[name]:+.3f})"))
+    return rows
+
+
+def queries(ledger_path: str) -> str:
+    """Three queries worth trying."""
+    return "\n".join(
+        (
+            "# what happened to the engines that were lost, and to their tokens",
+            f"sqlite3 {ledger_path} < sql/reports/preemptions.sql",
+            "# the life of a sample that moved, from prompt to gradient",
+            f"sqlite3 {ledger_path} < sql/reports/sample_life.sql",
+            "# why the daemon did what it did",
+            f"sqlite3 {ledger_path} 'SELECT action, reason, count(*) FROM decisions GROUP BY 1, 2 ORDER BY 3 DESC LIMIT 10'",
+        )
+    )
+
+
+def html(figures: Figures, context: Context, title: str, subtitle: str) -> str:
+    """The page. Nothing in it is fetched from elsewhere."""
+    start = figures.gpus[0].at if figures.gpus else 0.0
+    times = [g.at - start for g in figures.gpus]
+    series = [(label, colour, [float(getattr(g, name)) for g in figures.gpus]) for label, colour, name in OWNERS]
+    steps = figures.trained()
+    environment = jinja2.Environment(autoescape=True)
+    return environment.from_string(PAGE).render(
+        title=title,
+        subtitle=subtitle,
+        rows=summary(figures, context),
+        gpus=plots.stacked(times, series, "seconds", "GPUs"),
+        reward=plots.line([s.step for s in steps], [s.metrics.get("reward", 0.0) for s in steps], "step", "reward", 1.0),
+        salvaged=plots.bars([e.salvaged for e in figures.lost], "lost engine", "tokens"),
+        lost=figures.lost,
+        start=start,
+        queries=queries(context.ledger_path),
+    )

@@ -1,0 +1,209 @@
+"""`scavenger demo`: a private Slurm, a daemon, a training job, and other users who take GPUs back every few seconds.
+
+    make the model -> start the site -> submit the training job -> play the other users -> report
+
+Owns the order of things and what is printed. The parts are the product's own: the demo only starts them and reads the ledger.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import sqlalchemy as sa
+from rich.console import Console
+from rich.live import Live
+
+from scavenger.cluster.layout import demo_layout
+from scavenger.cluster.model import Job, JobState
+from scavenger.cluster.sandbox import missing_slurm
+from scavenger.demo import display, figures, report, settings, toml, users
+from scavenger.demo.site import Site, SiteOptions
+from scavenger.errors import ClusterUnavailable, ScavengerError
+from scavenger.ledger import store
+
+REFRESH_S = 0.5
+RUN_NAME = "demo"
+
+
+@dataclass(frozen=True, slots=True)
+class DemoOptions:
+    """`preempt_every_s`: mean seconds between two jobs of other users; 0 = nobody else comes."""
+
+    out: Path
+    backend: str = "auto"
+    grace_s: float = 2.0
+    preempt_every_s: float = 3.5
+    hold_s: float = 5.0
+    max_engines: int = 3
+    time_limit_s: float = 420.0
+    settings: settings.DemoSettings = field(default_factory=settings.DemoSettings)
+
+
+@dataclass(slots=True)
+class Others:
+    """Jobs of the other users and how long each waited for its GPUs."""
+
+    arrivals: Iterator[users.Arrival]
+    pending: users.Arrival
+    submitted: dict[int, float] = field(default_factory=dict)
+    waited: dict[int, float] = field(default_factory=dict)
+
+
+def choose_backend(wanted: str, console: Console) -> str:
+    """Slurm where it can be had; else the local backend, and one line says why."""
+    why = missing_slurm()
+    if wanted == "auto" and why:
+        console.print(f"{why}; the demo runs on the local backend instead")
+        return "local"
+    return "slurm" if wanted == "auto" else wanted
+
+
+def run(options: DemoOptions, console: Console) -> int:
+    """Run the demo; returns the exit status. Leaves no process, job or port behind, also after Ctrl-C."""
+    started = time.monotonic()
+    out = options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    backend = choose_backend(options.backend, console)
+    site_dir = out / time.strftime("run-%Y%m%d-%H%M%S")
+    layout = demo_layout(grace_s=options.grace_s)
+    console.print(f"results go to {site_dir}")
+    with Live(console=console, refresh_per_second=4, transient=False) as live, Model(site_dir, options.settings.seed) as model:
+        live.update(display.render(None, elapsed_s=0, phase="booting the cluster, warming up the model", steps=0))
+        with Site(SiteOptions(backend, site_dir, layout, max_engines=options.max_engines)) as site:
+            model.wait()
+            run_toml = _write_run(options, site, model.path)
+            job = site.submit_training(run_toml)
+            others = _others(options, layout.nodes[1:], layout.gpus)
+            _watch(options, site, job, others, live, started)
+            result = _finish(options, site, others, backend, console, started)
+    return result
+
+
+class Model:
+    """The demo's model, made by the trainer's own tool in a process of its own while the cluster boots."""
+
+    def __init__(self, directory: Path, seed: int) -> None:
+        self.path = directory / "model"
+        self._log = directory / "model.log"
+        self._seed = seed
+
+    def __enter__(self) -> Model:
+        self._log.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        argv = [sys.executable, "-m", "trainer.tiny", "make", "--out", str(self.path), "--seed", str(self._seed)]
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(argv, stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+
+    def wait(self) -> None:
+        if self._process.wait() != 0:
+            tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-10:])
+            raise ScavengerError(f"the demo's model could not be made:\n{tail}", "is the [trainer] extra installed?")
+
+
+def _write_run(options: DemoOptions, site: Site, model: Path) -> Path:
+    document = settings.run_document(
+        options.settings, name=RUN_NAME, state_dir=site.state_dir, out_dir=site.dir / "out", model=model, max_engines=options.max_engines
+    )
+    path = site.dir / "run.toml"
+    path.write_text(toml.dumps(document))
+    return path
+
+
+def _others(options: DemoOptions, nodes: tuple[str, ...], gpus: int) -> Others | None:
+    if options.preempt_every_s <= 0:
+        return None
+    stream = users.arrivals(nodes, gpus, every_s=options.preempt_every_s, run_s=options.hold_s, seed=options.settings.seed)
+    return Others(stream, next(stream))
+
+
+def _watch(options: DemoOptions, site: Site, job: int, others: Others | None, live: Live, started: float) -> None:
+    """Refresh the display and play the other users until the training job has left the queue."""
+    engine = store.open_readonly(site.ledger_url)
+    trained_since: float | None = None
+    try:
+        while True:
+            now = time.monotonic()
+            if now - started > options.time_limit_s:
+                raise ScavengerError(f"the demo did not end within {options.time_limit_s:.0f} s", f"look at {site.dir / 'train.log'}")
+            seen = _read(engine)
+            if seen is not None and seen.trained() and trained_since is None:
+                trained_since = now  # others arrive once training runs: before that there is nothing to take back
+            state = _observe(site, job, others)
+            if others is not None and trained_since is not None:
+                _arrive(site, others, now - trained_since)
+            phase = "training while others take GPUs back" if trained_since else "starting the training job"
+            live.update(display.render(seen, elapsed_s=now - started, phase=phase, steps=options.settings.steps))
+            if state is not None and state not in (JobState.PENDING, JobState.RUNNING):
+                if state is not JobState.COMPLETED:
+                    tail = "\n".join((site.dir / "train.log").read_text(errors="replace").splitlines()[-20:])
+                    raise ScavengerError(f"the training job ended as {state}:\n{tail}", f"its log: {site.dir / 'train.log'}")
+                return
+            time.sleep(max(0.0, REFRESH_S - (time.monotonic() - now)))  # the display's frame rate
+    finally:
+        engine.dispose()
+
+
+def _read(engine: sa.Engine) -> figures.Figures | None:
+    try:
+        return figures.read(engine)
+    except sa.exc.OperationalError:  # the daemon has not made the tables yet, or holds a lock for a moment
+        return None
+
+
+def _observe(site: Site, job: int, others: Others | None) -> JobState | None:
+    """The training job's state; notes when jobs of others got their GPUs."""
+    try:
+        view = site.cluster.view()
+    except ClusterUnavailable:
+        return None
+    by_id: dict[int, Job] = {j.job_id: j for j in view.jobs}
+    for job_id, at in (others.submitted if others else {}).items():
+        seen = by_id.get(job_id)
+        if others is not None and seen is not None and job_id not in others.waited and seen.state is not JobState.PENDING:
+            # Slurm's own times have whole seconds; ours are finer but as late as the observation
+            others.waited[job_id] = min(view.observed_at - at, max(0.0, seen.start_time + 1 - at))
+    mine = by_id.get(job)
+    return mine.state if mine is not None else None
+
+
+def _arrive(site: Site, others: Others, elapsed_s: float) -> None:
+    if others.pending.at_s > elapsed_s:
+        return
+    arrival = others.pending
+    others.pending = next(others.arrivals)
+    others.submitted[site.submit_other(arrival.run_s, arrival.gpus, arrival.node)] = time.time()
+
+
+def _finish(options: DemoOptions, site: Site, others: Others | None, backend: str, console: Console, started: float) -> int:
+    engine = store.open_readonly(site.ledger_url)
+    try:
+        seen = figures.read(engine)
+    finally:
+        engine.dispose()
+    ledger = site.state_dir / "ledger.sqlite3"
+    waited = max(others.waited.values(), default=None) if others else None
+    context = report.Context(
+        backend, str(ledger), time.monotonic() - started, len(others.waited) if others else 0, waited, options.grace_s
+    )
+    page = site.dir / "report.html"
+    page.write_text(report.html(seen, context, "demo run", f"{options.settings.steps} steps of GRPO on sorting digits, on {backend}"))
+    picture = Console(record=True, width=118, file=(site.dir / "display.txt").open("w"))
+    phase = "training while others take GPUs back"
+    picture.print(display.render(seen, elapsed_s=context.took_s, phase=phase, steps=options.settings.steps))
+    picture.save_svg(str(site.dir / "display.svg"), title="./scripts/quickstart")
+    console.print()
+    for name, value in report.summary(seen, context):
+        console.print(f"  {name:<28} {value}", highlight=False)
+    console.print(f"\n  report  {page}\n  ledger  {ledger}\n\n  Three queries worth trying:", highlight=False, soft_wrap=True)
+    console.print(report.queries(str(ledger)), highlight=False, soft_wrap=True)
+    return 0

@@ -1,0 +1,213 @@
+"""A whole site on one machine: a private Slurm (or the local backend), a state directory, a daemon in a process of its own.
+
+Owns the order in which they start and stop, and that nothing of them is left afterwards. Used by the demo and by the tests. Knows nothing
+of what is trained.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from scavenger import keys, resources
+from scavenger.cluster.layout import Layout, demo_layout
+from scavenger.cluster.local import LocalCluster, LocalServer
+from scavenger.cluster.model import JobSpec
+from scavenger.cluster.port import Cluster
+from scavenger.cluster.sandbox import SlurmSandbox
+from scavenger.cluster.slurm import SlurmCluster
+from scavenger.demo import toml
+from scavenger.errors import ClusterError, ClusterUnavailable, ScavengerError
+
+START_S = 30.0
+OWNER = "owner"
+
+
+@dataclass(frozen=True)
+class SiteOptions:
+    """What differs between the demo and the tests. `harvest` and `daemon` override keys of `scavenger.toml`."""
+
+    backend: str  # "slurm" | "local"
+    dir: Path
+    layout: Layout = field(default_factory=demo_layout)
+    observe_s: float = 0.5
+    max_engines: int = 3
+    daemon: Mapping[str, Any] = field(default_factory=dict)
+    harvest: Mapping[str, Any] = field(default_factory=dict)
+    cluster: Mapping[str, Any] = field(default_factory=dict)
+
+
+def daemon_document(options: SiteOptions, state_dir: Path, local_dir: Path | None) -> dict[str, dict[str, Any]]:
+    """The `scavenger.toml` of such a site. Pure."""
+    cluster: dict[str, Any] = {
+        "backend": options.backend, "observe_s": options.observe_s, "quick_s": options.observe_s, "absent_s": 2.0,
+    }  # fmt: skip
+    if local_dir is not None:
+        cluster["local_dir"] = str(local_dir)
+    harvest = {"partition": "scavenge", "max_engines": options.max_engines, "max_pending": 2, "time_limit_s": 1800.0}
+    return {
+        "daemon": {"state_dir": str(state_dir), **options.daemon},
+        "cluster": {**cluster, **options.cluster},
+        "harvest": {**harvest, **options.harvest},
+    }
+
+
+class Site:
+    """A running site, as a context manager. Everything that it started has ended when the block is left, also after Ctrl-C."""
+
+    def __init__(self, options: SiteOptions) -> None:
+        self.options = options
+        self.dir = options.dir.resolve()
+        self.state_dir = self.dir / "state"
+        self.config_path = self.dir / "scavenger.toml"
+        self._sandbox: SlurmSandbox | None = None
+        self._local: LocalServer | None = None
+        self._daemon: subprocess.Popen[bytes] | None = None
+        self._cluster: Cluster | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            return self.start()
+        except BaseException:
+            self.stop()
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+
+    def start(self) -> Self:
+        self.dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        local_dir = None
+        if self.options.backend == "slurm":
+            self._sandbox = SlurmSandbox(self.options.layout)
+            self._sandbox.start()
+            self._cluster = SlurmCluster(self._sandbox.env)
+        else:
+            local_dir = self.dir / "cluster"
+            self._local = LocalServer(local_dir, self.options.layout)
+            self._local.start()
+            self._cluster = LocalCluster(local_dir)
+        keys.init_state(self.state_dir, OWNER)
+        self.config_path.write_text(toml.dumps(daemon_document(self.options, self.state_dir, local_dir)))
+        self.start_daemon()
+        return self
+
+    @property
+    def cluster(self) -> Cluster:
+        if self._cluster is None:
+            raise ScavengerError("the site is not running")
+        return self._cluster
+
+    @property
+    def sandbox(self) -> SlurmSandbox:
+        """The private Slurm; only with `backend = "slurm"`."""
+        if self._sandbox is None:
+            raise ScavengerError("this site runs on the local backend")
+        return self._sandbox
+
+    @property
+    def ledger_url(self) -> str:
+        return f"sqlite:///{self.state_dir / 'ledger.sqlite3'}"
+
+    @property
+    def env(self) -> dict[str, str]:
+        """The environment for programs that talk to this site."""
+        base = dict(self._sandbox.env) if self._sandbox is not None else dict(os.environ)
+        return {**base, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+    # ---------------------------------------------------------------- the daemon
+
+    def start_daemon(self) -> None:
+        """Start the daemon and wait until it has announced itself."""
+        before = self._generation()
+        log = (self.dir / "daemon.log").open("ab")
+        argv = [sys.executable, "-m", "scavenger", "daemon", "--config", str(self.config_path), "--die-with-stdin"]
+        # a session of its own: a Ctrl-C at the terminal reaches only the program that uses the site
+        self._daemon = subprocess.Popen(argv, env=self.env, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
+        log.close()
+        deadline = time.monotonic() + START_S
+        while self._generation() == before:
+            if self._daemon.poll() is not None or time.monotonic() > deadline:
+                tail = "\n".join((self.dir / "daemon.log").read_text(errors="replace").splitlines()[-15:])
+                raise ScavengerError(f"the daemon did not start:\n{tail}", f"its log: {self.dir / 'daemon.log'}")
+            time.sleep(0.02)  # polls the rendezvous file
+
+    def _generation(self) -> int:
+        try:
+            return keys.read_rendezvous(self.state_dir).generation
+        except ScavengerError:
+            return 0
+
+    @property
+    def daemon_pid(self) -> int:
+        if self._daemon is None:
+            raise ScavengerError("the daemon is not running")
+        return self._daemon.pid
+
+    def kill_daemon(self) -> None:
+        """SIGKILL, and wait until it is gone."""
+        assert self._daemon is not None
+        self._daemon.kill()
+        self._daemon.wait()
+
+    # ---------------------------------------------------------------- jobs
+
+    def submit_training(self, run_toml: Path, *, ranks: int = 2, gpus: int = 2, env: Mapping[str, str] | None = None) -> int:
+        """Submit `scripts/train.sbatch run.toml` to the reserved partition; returns its job id."""
+        script = resources.path("scripts/train.sbatch")
+        environment = {"SCAVENGER_PYTHON": sys.executable, "SCAVENGER_RUN": str(run_toml), **(env or {})}
+        for name in ("OMP_NUM_THREADS", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM"):
+            environment[name] = self.env[name]
+        spec = JobSpec(
+            name="train", comment="", partition="reserved", script=script.read_text(), gpus=gpus, tasks=ranks, requeue=False,
+            output=str(self.dir / "train.log"), workdir=str(self.dir), environment=environment,
+        )  # fmt: skip
+        return self.cluster.submit(spec)
+
+    def submit_other(self, seconds: float, gpus: int, node: str = "", name: str = "other") -> int:
+        """Another user's ordinary job in `normal`, which preempts ours."""
+        spec = JobSpec(
+            name=name, comment="", partition="normal", script=f"#!/bin/bash\nexec sleep {seconds:.2f}\n", gpus=gpus, requeue=False,
+            nodelist=(node,) if node else (), workdir=str(self.dir), output="/dev/null",
+        )  # fmt: skip
+        return self.cluster.submit(spec)
+
+    # ---------------------------------------------------------------- the end
+
+    def stop(self) -> None:
+        """End everything, in the reverse order; may be repeated."""
+        if self._daemon is not None:
+            self._end_daemon(self._daemon)
+            self._daemon = None
+        if self._cluster is not None:
+            with contextlib.suppress(ClusterError, ClusterUnavailable):  # it is thrown away next, with all its jobs
+                self._cluster.close()
+            self._cluster = None
+        if self._local is not None:
+            self._local.stop()
+            self._local = None
+        if self._sandbox is not None:
+            self._sandbox.stop()
+            self._sandbox = None
+
+    @staticmethod
+    def _end_daemon(daemon: subprocess.Popen[bytes]) -> None:
+        if daemon.poll() is None:
+            daemon.send_signal(signal.SIGCONT)
+            daemon.terminate()
+        try:
+            daemon.wait(15)
+        except subprocess.TimeoutExpired:
+            daemon.kill()
+            daemon.wait()
+        if daemon.stdin is not None:
+            daemon.stdin.close()
