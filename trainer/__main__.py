@@ -1,0 +1,187 @@
+"""`python -m trainer run.toml [--resume auto|none|DIR] [--local]`: one rank of the training job.
+
+Owns the process: arguments, environment, the set-up and the exit. Started by an MPI launcher on every rank (`scripts/train.sbatch`),
+or alone. Exit codes: 0 finished, 2 bad configuration, 3 a newer attempt took over, 1 anything else.
+
+For tests of recovery only: `SCAVENGER_TEST_CRASH=between-publish-and-commit:STEP` kills rank 0 there with SIGKILL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+import traceback
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from scavenger import config as configs
+from scavenger import wire
+from scavenger.client import Client
+from scavenger.config import RunConfig
+from scavenger.errors import ConfigError, ScavengerError, StaleAttempt
+from scavenger.weights.source import WeightSource
+from trainer import checkpoint
+from trainer.comm import Comm, Solo, connect, join, leave
+from trainer.data import Problems, open_tokenizer, stop_tokens
+from trainer.local import LocalRun, LocalSource
+from trainer.loop import Loop, Source, Start
+from trainer.model import Learner, model_config_text
+from trainer.monitor import Monitor
+from trainer.ranks import Ranks, serve
+from trainer.rewards import RewardRunner
+from trainer.scoring import Scoring
+from trainer.step import Run
+
+STALE_EXIT = 3
+CRASH_VARIABLE = "SCAVENGER_TEST_CRASH"
+CRASH_POINT = "between-publish-and-commit:"
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m trainer", description="Train a run: one rank of the training job.")
+    parser.add_argument("config", type=Path, help="run.toml")
+    parser.add_argument("--resume", default="auto", metavar="auto|none|DIR", help="checkpoint to start from (default: the newest)")
+    parser.add_argument("--local", action="store_true", help="engine and trainer in this one process, without daemon, Slurm and MPI")
+    return parser.parse_args(argv)
+
+
+def crash_step(value: str) -> int:
+    """The step at which a recovery test kills rank 0; 0 = never. Raises `ConfigError` for another text."""
+    if not value:
+        return 0
+    if not value.startswith(CRASH_POINT) or not value.removeprefix(CRASH_POINT).isdigit():
+        raise ConfigError(f"{CRASH_VARIABLE}={value!r} names no crash point", f"use {CRASH_POINT}STEP, or unset it")
+    return int(value.removeprefix(CRASH_POINT))
+
+
+def engine_spec(config: RunConfig) -> wire.EngineSpec:
+    dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+    return wire.EngineSpec(
+        config.engine.name, model_config_text(config.model.path), "float64" if config.run.deterministic else dtype,
+        config.engine.max_batch, config.model.context_length, config.engine.pace,
+    )  # fmt: skip
+
+
+def sampling(config: RunConfig) -> wire.Sampling:
+    chosen = config.sampling
+    stops = stop_tokens(config.model.path, chosen.stop_token_ids)
+    return wire.Sampling(chosen.max_tokens, chosen.temperature, chosen.top_p, chosen.top_k, stops)
+
+
+def make_learner(config: RunConfig, comm: Comm) -> Learner:
+    return Learner(
+        config.model.path,
+        join(comm),
+        algorithm=config.algorithm,
+        optimizer=config.optimizer,
+        temperature=config.sampling.temperature,
+        deterministic=config.run.deterministic,
+    )
+
+
+def restore(config: RunConfig, ranks: Ranks, resume: str) -> Start:
+    """Load the chosen checkpoint on all ranks. Raises `ConfigError` when it belongs to another run."""
+    path = checkpoint.select(config.run.out_dir, resume)
+    if path is None:
+        return Start()
+    state = checkpoint.read_state(path)
+    dtype = "float64" if config.run.deterministic else "float32"
+    if (state.seed, state.dtype) != (config.run.seed, dtype):
+        raise ConfigError(
+            f"{path} was written with run.seed = {state.seed} in {state.dtype}, this run has {config.run.seed} in {dtype}",
+            "choose another run.out_dir, or start over with --resume none",
+        )
+    ranks.load(path, state.updates_taken)
+    print(f"resumed from {path}, after step {state.step}", flush=True)
+    return Start(state.step, state.root)
+
+
+def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> None:
+    """Rank 0: set everything up, run the loop, close the run as what it became."""
+    tokenizer = open_tokenizer(config.model.path)
+    problems = Problems(config, tokenizer)
+    spec, how, crash_at = engine_spec(config), sampling(config), crash_step(os.environ.get(CRASH_VARIABLE, ""))
+    with ExitStack() as stack:
+        reward = config.reward
+        runner = stack.enter_context(RewardRunner(reward.function, timeout_s=reward.timeout_s, retries=reward.retries))
+        ranks = Ranks(comm, make_learner(config, comm))
+        monitor = Monitor(config.run.out_dir, steps=config.run.steps)
+        stack.callback(monitor.close)
+        start = restore(config, ranks, options.resume)
+        run, source = open_run(config, spec, start, stack, local=options.local)
+        scoring = Scoring(runner, tokenizer, reward, config.algorithm, monitor.say)
+        loop = Loop(config, run, ranks, source, scoring, problems, how, monitor, start, crash_at)
+        try:
+            loop.run()
+        except StaleAttempt:
+            raise
+        except BaseException as error:
+            close_failed(run, error)
+            raise
+        run.close_run("finished")
+        ranks.stop()
+
+
+def open_run(config: RunConfig, spec: wire.EngineSpec, start: Start, stack: ExitStack, *, local: bool) -> tuple[Run, Source]:
+    if local:
+        here = LocalSource()
+        local_run = LocalRun(spec, here, config.run.seed)
+        stack.callback(local_run.close)
+        return local_run, here
+    client = stack.enter_context(Client.connect(config.run.state_dir, config.run.key))
+    run = client.open_run(
+        config,
+        engine=spec,
+        tokenizer=str(config.model.path / "tokenizer.json"),
+        resume_step=start.step,
+        host=socket.gethostname(),
+        job_id=int(os.environ.get("SLURM_JOB_ID", "0")),
+    )
+    source = stack.enter_context(WeightSource(config.weights.listen, config.weights.advertise))
+    return run, source
+
+
+def close_failed(run: Run, error: BaseException) -> None:
+    """Tell the daemon why, so that engines leave; when even that fails, the first error still is the one reported."""
+    reason = str(error) or type(error).__name__
+    state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+    try:
+        run.close_run(state, reason)
+    except ScavengerError as also:
+        print(f"the daemon was not told: {also}", file=sys.stderr, flush=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = parse(argv)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "0")) or torch.get_num_threads())
+    comm: Comm = Solo()
+    try:
+        config = configs.read_run(options.config)
+        comm = Solo() if options.local else connect(config.trainer.idle_poll_ms)
+        if comm.rank == 0:
+            lead(config, comm, options)
+        else:
+            serve(comm, make_learner(config, comm))
+        leave()
+    except ScavengerError as error:
+        return _ended(comm, error, f"error: {error}")
+    except BaseException as error:  # noqa: BLE001  reported whole; other ranks may wait in a collective, so the job must end
+        return _ended(comm, error, traceback.format_exc())
+    return 0
+
+
+def _ended(comm: Comm, error: BaseException, text: str) -> int:
+    print(text, file=sys.stderr, flush=True)
+    code = error.exit_code if isinstance(error, ScavengerError) else 1
+    code = STALE_EXIT if isinstance(error, StaleAttempt) else code
+    if comm.size > 1:
+        comm.abort(code)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""Checkpoints: model and optimizer by torch.distributed.checkpoint in safetensors files, the rest in one JSON file.
+
+Owns the folder `<out_dir>/checkpoints`. A checkpoint is complete when its folder has its final name: it is written under another
+name, flushed, and renamed. Sharded tensors carry their offsets, so a resume may use another number of ranks. The trainer draws no
+random numbers (see `model`), and its problems follow from the step, so neither a generator nor a cursor has more state than `step`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import msgspec
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+
+from scavenger.errors import ConfigError
+from trainer.model import Learner
+
+STATE_FILE = "trainer.json"
+FORMAT = 1
+
+
+class State(msgspec.Struct, frozen=True):
+    """`version`/`root` (hex): the published weights of this checkpoint. `cursor`: training problems taken so far."""
+
+    step: int
+    version: int
+    root: str
+    cursor: int
+    seed: int
+    updates_taken: int
+    dtype: str
+    format: int = FORMAT
+
+
+def folder(out_dir: Path) -> Path:
+    return out_dir / "checkpoints"
+
+
+def name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def partial(out_dir: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is written before it is complete."""
+    return folder(out_dir) / f".{name(step)}.partial"
+
+
+def prepare(out_dir: Path, step: int) -> Path:
+    """Rank 0: an empty folder to write into."""
+    path = partial(out_dir, step)
+    if path.exists():
+        shutil.rmtree(path)
+    path.mkdir(parents=True)
+    return path
+
+
+def save_shards(learner: Learner, path: Path) -> None:
+    """All ranks: write this rank's shards."""
+    dcp.save(learner.state(), storage_writer=HuggingFaceStorageWriter(str(path), save_distributed=True))
+
+
+def load_shards(learner: Learner, path: Path, updates_taken: int) -> None:
+    """All ranks: read into the present shards, whatever the number of ranks that wrote them."""
+    dcp.load(learner.state(), storage_reader=HuggingFaceStorageReader(str(path)))
+    learner.set_updates_taken(updates_taken)
+
+
+def complete(out_dir: Path, state: State, keep: int) -> Path:
+    """Rank 0, after all shards are written: make the checkpoint durable and visible, then drop all but the newest `keep`."""
+    source, target = partial(out_dir, state.step), folder(out_dir) / name(state.step)
+    (source / STATE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(state)) + b"\n")
+    for path in [*source.iterdir(), source]:
+        _sync(path)
+    if target.exists():  # an earlier life of the run got as far; this one is as good and newer
+        shutil.rmtree(target)
+    source.rename(target)
+    _sync(target.parent)
+    for old in found(out_dir)[:-keep]:
+        shutil.rmtree(old)
+    return target
+
+
+def found(out_dir: Path) -> list[Path]:
+    """Complete checkpoints, oldest step first."""
+    return sorted(path for path in folder(out_dir).glob("step-*") if (path / STATE_FILE).is_file())
+
+
+def read_state(path: Path) -> State:
+    """Raises `ConfigError` when `path` is not a complete checkpoint of this format."""
+    try:
+        state = msgspec.json.decode((path / STATE_FILE).read_bytes(), type=State)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"{path} is not a complete checkpoint: {error}", "resume from another, or with --resume none") from error
+    if state.format != FORMAT:
+        raise ConfigError(f"{path} has checkpoint format {state.format}, this trainer reads {FORMAT}")
+    return state
+
+
+def select(out_dir: Path, resume: str) -> Path | None:
+    """Which checkpoint to start from: "auto" (the newest complete one, if any), "none", or a folder."""
+    if resume == "none":
+        return None
+    if resume == "auto":
+        return next(reversed(found(out_dir)), None)
+    return Path(resume)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,155 @@
+"""The whole loop in one process, for debugging: `python -m trainer run.toml --local`. No daemon, no Slurm, no MPI, no ledger.
+
+Owns a stand-in for `scavenger.client.Run` that drives one engine directly, and one for the weights source. Groups complete in the order
+in which the engine finishes them. Nothing is durable: a new start is a first attempt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rollout.engines.base import Delta, Engine, Request
+from rollout.engines.registry import builder
+from scavenger import wire
+from scavenger.errors import EngineError
+from scavenger.weights import manifest as manifests
+from scavenger.weights.manifest import Manifest
+
+
+class LocalSource:
+    """Keeps the newest version's bytes where `LocalRun` finds them."""
+
+    def __init__(self) -> None:
+        self.blob: memoryview = memoryview(b"")
+
+    def publish(self, manifest: Manifest, blob: bytes | bytearray | memoryview) -> wire.WeightSource:
+        self.blob = memoryview(blob)
+        return wire.WeightSource("inproc", "", b"")
+
+
+@dataclass(slots=True)
+class _Group:
+    id: int
+    step: int
+    version: int
+    purpose: str
+    spec: wire.GroupSpec
+    open: int
+    samples: list[wire.DoneSample] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Sample:
+    id: int
+    index: int
+    group: _Group
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    raw_logprobs: list[float] = field(default_factory=list)
+
+
+class LocalRun:
+    """One engine behind the interface of `scavenger.client.Run`."""
+
+    def __init__(self, engine: wire.EngineSpec, source: LocalSource, seed: int) -> None:
+        self.attempt, self.last_step, self.next_version = 1, 0, 1
+        self.fleet = wire.Fleet(0, 1, 0, 0, 0)
+        self._source = source
+        self._seed = seed
+        self._loop = asyncio.new_event_loop()
+        self._engine: Engine = self._loop.run_until_complete(builder(engine.name)(engine))
+        self._next: asyncio.Task[list[Delta]] | None = None
+        self._samples: dict[int, _Sample] = {}
+        self._done: list[wire.GroupDone] = []
+        self._ids = 0
+
+    def publish(self, step: int, manifest: Manifest, source: wire.WeightSource) -> None:
+        views = manifests.views(manifests.decode(manifests.encode(manifest)), self._source.blob)
+        self._loop.run_until_complete(self._engine.load(manifest.version, views))
+        self.next_version = manifest.version + 1
+
+    def submit(self, step: int, version: int, groups: Sequence[wire.GroupSpec], purpose: str = "train") -> tuple[int, ...]:
+        return tuple(self._submit(step, version, spec, purpose) for spec in groups)
+
+    def _submit(self, step: int, version: int, spec: wire.GroupSpec, purpose: str) -> int:
+        group = _Group(self._new_id(), step, version, purpose, spec, spec.n)
+        for index in range(spec.n):
+            sample = _Sample(self._new_id(), index, group)
+            self._samples[sample.id] = sample
+            key = wire.SampleKey(purpose, step, spec.prompt_index, index)
+            request = Request(
+                sample.id, wire.unpack_tokens(spec.prompt), (), spec.sampling.max_tokens, spec.sampling, self._seed, key
+            )  # fmt: skip
+            self._loop.run_until_complete(self._engine.add(request))
+        return group.id
+
+    def _new_id(self) -> int:
+        self._ids += 1
+        return self._ids
+
+    def poll(self, timeout_s: float) -> list[wire.GroupDone]:
+        deadline = time.monotonic() + timeout_s
+        while self._samples and not self._done:
+            self._loop.run_until_complete(self._advance(max(0.0, deadline - time.monotonic())))
+            if time.monotonic() >= deadline:
+                break
+        done, self._done = self._done, []
+        return done
+
+    async def _advance(self, timeout_s: float) -> None:
+        self._next = self._next or asyncio.ensure_future(self._engine.next())
+        finished, _ = await asyncio.wait([self._next], timeout=timeout_s)
+        if finished:
+            deltas, self._next = self._next.result(), None
+            for delta in deltas:
+                self._take(delta)
+
+    def _take(self, delta: Delta) -> None:
+        sample = self._samples[delta.handle]
+        if delta.error is not None:
+            raise EngineError(f"sample {sample.id}: {delta.error}", "with a daemon it would be tried on another engine")
+        sample.tokens += delta.token_ids
+        sample.logprobs += delta.logprobs
+        sample.raw_logprobs += delta.raw_logprobs
+        if delta.finish is None:
+            return
+        del self._samples[delta.handle]
+        group = sample.group
+        group.samples.append(
+            wire.DoneSample(
+                sample.id, sample.index, wire.pack_tokens(sample.tokens), wire.pack_logprobs(sample.logprobs),
+                wire.pack_logprobs(sample.raw_logprobs), delta.finish, 0,
+            )
+        )  # fmt: skip
+        group.open -= 1
+        if group.open == 0:
+            spec = group.spec
+            self._done.append(
+                wire.GroupDone(
+                    group.id, group.step, group.version, group.purpose, spec.prompt_index, spec.prompt, spec.meta, tuple(group.samples)
+                )
+            )
+
+    def set_reserved(self, awake: bool) -> None:
+        """The engine shares this process, and never runs while something else does."""
+
+    def commit(
+        self, step: int, version: int, outcomes: Sequence[wire.SampleOutcome], metrics: dict[str, float], purpose: str = "train"
+    ) -> None:
+        if purpose == "train":
+            self.last_step = step
+
+    def checkpoint(self, step: int, version: int, root: bytes, path: str) -> None:
+        pass
+
+    def close_run(self, state: str, reason: str = "") -> None:
+        pass
+
+    def close(self) -> None:
+        if self._next is not None:
+            self._next.cancel()
+        self._loop.run_until_complete(self._engine.close())
+        self._loop.close()

@@ -1,0 +1,155 @@
+"""The run on rank 0, from its first version to its last step. Reads top-down.
+
+A version published "at step s" is the weights after s optimizer steps; step s + 1 samples from it. The order at a step's end is what a
+restart relies on: weights are published, then the step is committed, then perhaps a checkpoint covers it. A trainer killed in between
+starts from an older checkpoint and publishes those weights as a new version; the daemon sees equal root hashes and delivers what was
+already generated.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+from scavenger import wire
+from scavenger.config import RunConfig
+from scavenger.errors import WeightsError
+from scavenger.weights.manifest import Manifest
+from trainer import checkpoint
+from trainer.data import Problem, Problems
+from trainer.monitor import Monitor
+from trainer.ranks import Ranks
+from trainer.scoring import Scoring, specs
+from trainer.step import Run, Stepper
+
+POLL_S = 0.1
+
+
+class Source(Protocol):
+    """`scavenger.weights.source.WeightSource`, or the single-process stand-in."""
+
+    def publish(self, manifest: Manifest, blob: bytes | bytearray | memoryview) -> wire.WeightSource: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where this attempt starts: after `step` steps; `root` (hex) is what its weights must hash to ("" = unknown)."""
+
+    step: int = 0
+    root: str = ""
+
+
+class Loop:
+    """One attempt of one run."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run: Run,
+        ranks: Ranks,
+        source: Source,
+        scoring: Scoring,
+        problems: Problems,
+        sampling: wire.Sampling,
+        monitor: Monitor,
+        start: Start,
+        crash_at: int = 0,
+    ) -> None:
+        self._config = config
+        self._run = run
+        self._ranks = ranks
+        self._source = source
+        self._scoring = scoring
+        self._problems = problems
+        self._sampling = sampling
+        self._monitor = monitor
+        self._start = start
+        self._crash_at = crash_at
+        self._stepper = Stepper(config, run, ranks, scoring, sampling)
+        self._held_out: list[Problem] = problems.held_out()
+        self._root = b""
+
+    def run(self) -> None:
+        """Train to the last step. Raises what stops it; the caller closes the run."""
+        steps = self._config.run.steps
+        version = self._publish(self._start.step)
+        if self._start.root and self._root.hex() != self._start.root:
+            raise WeightsError("the checkpoint's weights are not those that were published from it", "resume from another checkpoint")
+        self._stepper.set_reserved(True)
+        if self._start.step == 0:
+            self._evaluate(0, version)
+        for step in range(self._start.step + 1, steps + 1):
+            result = self._stepper.step(step, version, self._problems.of_step(step))
+            published, seconds = self._timed_publish(step)
+            self._crash_for_test(step)
+            metrics = result.metrics | {"seconds_publish": seconds}
+            self._run.commit(step, version, result.outcomes, metrics)
+            self._monitor.step(step, self._run.attempt, version, metrics, result.phase_log)
+            version = published
+            if step % self._config.checkpoint.every == 0 or step == steps:
+                self._checkpoint(step, version)
+            if step == steps or (self._config.eval.every and step % self._config.eval.every == 0):
+                self._evaluate(step, version)
+
+    # ---------------------------------------------------------------- weights
+
+    def _publish(self, step: int) -> int:
+        version = self._run.next_version
+        made, blob = self._ranks.build_version(version, self._config.weights.dtype)
+        self._run.publish(step, made, self._source.publish(made, blob))
+        self._root = made.root
+        return version
+
+    def _timed_publish(self, step: int) -> tuple[int, float]:
+        started = time.monotonic()
+        return self._publish(step), time.monotonic() - started
+
+    def _checkpoint(self, step: int, version: int) -> None:
+        config = self._config
+        out_dir = config.run.out_dir
+        self._ranks.save(checkpoint.prepare(out_dir, step))
+        state = checkpoint.State(
+            step, version, self._root.hex(), step * config.data.prompts_per_step, config.run.seed,
+            self._ranks.updates_taken, "float64" if config.run.deterministic else "float32",
+        )  # fmt: skip
+        path = checkpoint.complete(out_dir, state, config.checkpoint.keep)
+        self._run.checkpoint(step, version, self._root, str(path))
+
+    # ---------------------------------------------------------------- evaluation
+
+    def _evaluate(self, step: int, version: int) -> None:
+        """Held-out problems through the same engines: one answer at temperature 1, one greedy."""
+        problems = self._held_out
+        if not problems:
+            return
+        self._stepper.set_reserved(True)
+        sampling = self._sampling
+        modes = {
+            "sampled": wire.Sampling(sampling.max_tokens, 1.0, 1.0, 0, sampling.stop_token_ids),
+            "greedy": wire.Sampling(sampling.max_tokens, 0.0, 1.0, 0, sampling.stop_token_ids),
+        }
+        groups = []
+        for place, (mode, how) in enumerate(modes.items()):
+            groups += specs(problems, n=1, sampling=how, offset=place * len(problems), mark={"mode": mode})
+        waiting = set(self._run.submit(step, version, groups, "eval"))
+        rewards: dict[str, list[float]] = {mode: [] for mode in modes}
+        outcomes: list[wire.SampleOutcome] = []
+        while waiting:
+            for group in self._run.poll(POLL_S):
+                waiting.remove(group.group_id)
+                mode = "sampled" if group.prompt_index < len(problems) else "greedy"
+                for sample, reward, why in self._scoring.rewards(group):
+                    outcomes.append(wire.SampleOutcome(sample.sample_id, "masked" if why else "evaluated", reward, 0.0, why))
+                    if not why:
+                        rewards[mode].append(reward)
+        metrics = {f"eval_{mode}": math.fsum(found) / len(found) if found else 0.0 for mode, found in rewards.items()}
+        self._run.commit(step, version, outcomes, metrics, "eval")
+        self._monitor.evaluation(step, self._run.attempt, metrics)
+
+    def _crash_for_test(self, step: int) -> None:
+        if step == self._crash_at:
+            os.kill(os.getpid(), signal.SIGKILL)

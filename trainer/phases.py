@@ -1,0 +1,276 @@
+"""The phase machine of one training step. Pure: facts in, actions out, each with its reason.
+
+Theory of operation. Reserved engines live on the training job's own GPUs, so either they generate or we train:
+
+    SEED    reserved engines generate beside the harvested ones
+    TRAIN   reserved engines sleep; completed groups are trained as they stream in
+    WAKE    harvested capacity is gone with samples outstanding: reserved engines generate again, on the step's own version
+            (parameters have not changed) and with the accumulated gradients kept (I11)
+    FINISH  every sample has come and every group was trained: scale, clip, step
+
+The machine knows counts and times only: no group's content, no model, no socket, no clock. `RULES` is the whole of it: the first
+rule of the current phase whose condition holds fires; `react` repeats that until none does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+
+class Phase(Enum):
+    SEED = "seed"
+    TRAIN = "train"
+    WAKE = "wake"
+    FINISH = "finish"
+
+
+# ---------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class GroupsCompleted:
+    """`samples` more samples, of `groups` groups, have come. `untrained` of the groups need no training (zero variance, masked)."""
+
+    groups: int
+    samples: int
+    untrained: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class FleetChanged:
+    """Live workers, as the daemon last said. `reserved`: awake or asleep."""
+
+    harvested: int
+    reserved: int
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """`groups` of the waiting groups went through a micro-step."""
+
+    groups: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed."""
+
+
+Event = GroupsCompleted | FleetChanged | Trained | Tick
+
+
+# ---------------------------------------------------------------- actions
+
+
+@dataclass(frozen=True, slots=True)
+class SleepReserved:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class WakeReserved:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class TrainReady:
+    """Run one round of micro-steps over the waiting groups, then report `Trained`."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FinishStep:
+    reason: str
+
+
+Action = SleepReserved | WakeReserved | TrainReady | FinishStep
+
+
+# ---------------------------------------------------------------- state
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What does not change within a step. `window` is a share of `samples`; `round_groups` fills every rank once."""
+
+    samples: int
+    groups: int
+    window: float
+    wake_after_s: float
+    harvest: bool
+    reserved: bool
+    round_groups: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step's facts. `gone_at`/`back_at`: since when there is no / at least one harvested worker (None: not so now)."""
+
+    plan: Plan
+    phase: Phase = Phase.SEED
+    reserved_awake: bool = False
+    done_samples: int = 0
+    done_groups: int = 0
+    trained_groups: int = 0
+    harvested: int = 0
+    gone_at: float | None = None
+    back_at: float | None = None
+    log: tuple[str, ...] = field(default=())
+
+    @property
+    def outstanding(self) -> int:
+        return self.plan.samples - self.done_samples
+
+    @property
+    def ready_groups(self) -> int:
+        return self.done_groups - self.trained_groups
+
+
+def begin(plan: Plan, *, harvested: int, reserved_awake: bool, now: float) -> tuple[Step, tuple[Action, ...]]:
+    """The step's first state and actions: reserved engines generate unless the window is closed from the start."""
+    here = harvested > 0 and plan.harvest
+    step = Step(
+        plan,
+        reserved_awake=reserved_awake,
+        harvested=harvested if plan.harvest else 0,
+        gone_at=None if here else now,
+        back_at=now if here else None,
+    )
+    return _settle(step, now)
+
+
+# ---------------------------------------------------------------- conditions: (step, now) -> a reason, or None
+
+
+def _asleep_in_seed(step: Step, now: float) -> str | None:
+    if step.plan.reserved and not step.reserved_awake and not _seed_over(step, now):
+        return "the seed window opens"
+    return None
+
+
+def _seed_over(step: Step, now: float) -> str | None:
+    plan = step.plan
+    if not plan.reserved:
+        return "there are no reserved engines to seed with"
+    if step.outstanding == 0:
+        return "every sample has come"
+    if step.harvested > 0 and step.done_samples >= plan.window * plan.samples:
+        return f"the window of {plan.window:g} is reached ({step.done_samples}/{plan.samples}) and {step.harvested} harvested engines live"
+    return None
+
+
+def _awake(step: Step, now: float) -> str | None:
+    return "reserved engines and training share GPUs" if step.reserved_awake else None
+
+
+def _harvested_gone(step: Step, now: float) -> str | None:
+    plan = step.plan
+    if not plan.reserved or step.outstanding == 0 or step.gone_at is None or now - step.gone_at < plan.wake_after_s:
+        return None
+    return f"no harvested engine for {now - step.gone_at:.1f} s with {step.outstanding} samples outstanding"
+
+
+def _harvested_back(step: Step, now: float) -> str | None:
+    if step.outstanding == 0:
+        return "every sample has come"
+    if step.back_at is not None and now - step.back_at >= step.plan.wake_after_s:
+        return f"{step.harvested} harvested engines have lived for {now - step.back_at:.1f} s"
+    return None
+
+
+def _round_ready(step: Step, now: float) -> str | None:
+    if step.ready_groups >= step.plan.round_groups:
+        return f"{step.ready_groups} groups wait"
+    if step.ready_groups > 0 and step.outstanding == 0:
+        return f"the last {step.ready_groups} groups wait"
+    return None
+
+
+def _all_trained(step: Step, now: float) -> str | None:
+    if step.outstanding == 0 and step.trained_groups == step.plan.groups:
+        return f"{step.plan.groups} groups trained"
+    return None
+
+
+def _always(step: Step, now: float) -> str | None:
+    return "reserved engines sleep"
+
+
+Condition = Callable[[Step, float], str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    phase: Phase
+    when: Condition
+    then: Phase
+    action: type[SleepReserved] | type[WakeReserved] | type[TrainReady] | type[FinishStep] | None
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(Phase.SEED, _asleep_in_seed, Phase.SEED, WakeReserved),
+    Rule(Phase.SEED, _seed_over, Phase.TRAIN, None),
+    Rule(Phase.TRAIN, _harvested_gone, Phase.WAKE, WakeReserved),
+    Rule(Phase.TRAIN, _awake, Phase.TRAIN, SleepReserved),
+    Rule(Phase.TRAIN, _all_trained, Phase.FINISH, FinishStep),
+    Rule(Phase.TRAIN, _round_ready, Phase.TRAIN, TrainReady),
+    Rule(Phase.WAKE, _harvested_back, Phase.TRAIN, None),
+)
+
+
+def _settle(step: Step, now: float) -> tuple[Step, tuple[Action, ...]]:
+    actions: list[Action] = []
+    while True:
+        fired = next(((rule, why) for rule in RULES if rule.phase is step.phase and (why := rule.when(step, now))), None)
+        if fired is None:
+            return step, tuple(actions)
+        rule, why = fired
+        if rule.action is WakeReserved:
+            step = replace(step, reserved_awake=True)
+        elif rule.action is SleepReserved:
+            step = replace(step, reserved_awake=False)
+        if rule.then is not step.phase:
+            step = replace(step, phase=rule.then, log=(*step.log, f"{step.phase.value} -> {rule.then.value}: {why}"))
+        if rule.action is not None:
+            actions.append(rule.action(why))
+        if rule.action in (TrainReady, FinishStep):
+            return step, tuple(actions)
+
+
+def _observe_fleet(step: Step, event: FleetChanged, now: float) -> Step:
+    harvested = event.harvested if step.plan.harvest else 0
+    if harvested > 0:
+        return replace(step, harvested=harvested, gone_at=None, back_at=step.back_at if step.back_at is not None else now)
+    return replace(step, harvested=0, back_at=None, gone_at=step.gone_at if step.gone_at is not None else now)
+
+
+def react(step: Step, event: Event, now: float) -> tuple[Step, tuple[Action, ...]]:
+    """Take in one event at time `now` (seconds, any monotonic origin); return the new state and what to do, in order.
+
+    Raises `ValueError` for an event that cannot be (more samples than were asked for, training what did not come); the state
+    given is unchanged.
+    """
+    if step.phase is Phase.FINISH:
+        raise ValueError(f"{event} after the step was finished")
+    match event:
+        case GroupsCompleted(groups, samples, untrained):
+            if step.done_samples + samples > step.plan.samples or step.done_groups + groups > step.plan.groups:
+                raise ValueError(f"{event}: more than the {step.plan.samples} samples that the step asked for")
+            step = replace(
+                step,
+                done_samples=step.done_samples + samples,
+                done_groups=step.done_groups + groups,
+                trained_groups=step.trained_groups + untrained,
+            )
+        case FleetChanged():
+            step = _observe_fleet(step, event, now)
+        case Trained(groups):
+            if groups > step.ready_groups:
+                raise ValueError(f"{event}: only {step.ready_groups} groups wait")
+            step = replace(step, trained_groups=step.trained_groups + groups)
+        case Tick():
+            pass
+    return _settle(step, now)

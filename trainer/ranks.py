@@ -1,0 +1,138 @@
+"""What rank 0 asks of all ranks, one command at a time; every rank runs the same commands in the same order.
+
+Owns the command vocabulary and its table of effects. `Ranks` is rank 0's end, `serve` the others'. All commands but `Stop` are
+collectives of torch.distributed; their frames travel over MPI before, their answers after, never during.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from scavenger.weights.manifest import Manifest
+from trainer import checkpoint, publish
+from trainer.batching import Micro
+from trainer.comm import Comm
+from trainer.model import Learner, RowStats
+
+
+class Train(msgspec.Struct, frozen=True, tag=True):
+    micro: Micro
+
+
+class Proximal(msgspec.Struct, frozen=True, tag=True):
+    micro: Micro
+
+
+class Update(msgspec.Struct, frozen=True, tag=True):
+    tokens: int
+    lr: float
+
+
+class Gather(msgspec.Struct, frozen=True, tag=True):
+    dtype: str
+
+
+class Save(msgspec.Struct, frozen=True, tag=True):
+    path: str
+
+
+class Load(msgspec.Struct, frozen=True, tag=True):
+    path: str
+    updates_taken: int
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+Command = Train | Proximal | Update | Gather | Save | Load | Stop
+_encode = msgspec.msgpack.Encoder().encode
+_commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+_row_stats: msgspec.msgpack.Decoder[tuple[RowStats, ...]] = msgspec.msgpack.Decoder(tuple[RowStats, ...])
+_logprobs: msgspec.msgpack.Decoder[dict[int, bytes]] = msgspec.msgpack.Decoder(dict[int, bytes])
+
+
+def execute(learner: Learner, command: Command) -> bytes:
+    """This rank's part of a command; returns the frame that rank 0 gets."""
+    match command:
+        case Train(micro):
+            return _encode(learner.train(micro))
+        case Proximal(micro):
+            return _encode(learner.proximal(micro))
+        case Update(tokens, lr):
+            return _encode(learner.update(tokens, lr))
+        case Gather(dtype):
+            for _ in publish.gather(learner, dtype):
+                pass
+        case Save(path):
+            checkpoint.save_shards(learner, Path(path))
+        case Load(path, updates_taken):
+            checkpoint.load_shards(learner, Path(path), updates_taken)
+        case Stop():
+            pass
+    return b""
+
+
+def serve(comm: Comm, learner: Learner) -> None:
+    """Every rank but 0: do what rank 0 says until it says stop."""
+    while True:
+        command = _commands.decode(comm.receive())
+        if isinstance(command, Stop):
+            return
+        comm.reply(execute(learner, command))
+
+
+class Ranks:
+    """Rank 0's end: each method runs one command on all ranks, its own included."""
+
+    def __init__(self, comm: Comm, learner: Learner) -> None:
+        self._comm = comm
+        self._learner = learner
+
+    @property
+    def size(self) -> int:
+        return self._comm.size
+
+    @property
+    def updates_taken(self) -> int:
+        return self._learner.updates_taken
+
+    def _all(self, commands: Sequence[Command]) -> list[bytes]:
+        self._comm.send([_encode(command) for command in commands])
+        mine = execute(self._learner, commands[0])
+        return [mine, *self._comm.replies()]
+
+    def train(self, one_round: Sequence[Micro]) -> list[RowStats]:
+        """One micro-step: micro-batch r on rank r. Gradients add to those of the step."""
+        frames = self._all([Train(micro) for micro in one_round])
+        return [stats for frame in frames for stats in _row_stats.decode(frame)]
+
+    def proximal(self, one_round: Sequence[Micro]) -> dict[int, bytes]:
+        """Logprobs of the answers under the present weights: sample id -> packed float64."""
+        found: dict[int, bytes] = {}
+        for frame in self._all([Proximal(micro) for micro in one_round]):
+            found |= _logprobs.decode(frame)
+        return found
+
+    def update(self, tokens: int, lr: float) -> float:
+        """The optimizer step over everything since the last one. Returns the gradient's norm before clipping."""
+        return float(msgspec.msgpack.decode(self._all([Update(tokens, lr)] * self.size)[0], type=float))
+
+    def build_version(self, version: int, dtype: str) -> tuple[Manifest, bytearray]:
+        """Gather, cast, lay out and hash the present weights."""
+        self._comm.send([_encode(Gather(dtype))] * self.size)
+        made = publish.build_version(version, publish.gather(self._learner, dtype), dtype)
+        self._comm.replies()
+        return made
+
+    def save(self, path: Path) -> None:
+        self._all([Save(str(path))] * self.size)
+
+    def load(self, path: Path, updates_taken: int) -> None:
+        self._all([Load(str(path), updates_taken)] * self.size)
+
+    def stop(self) -> None:
+        self._comm.send([_encode(Stop())] * self.size)

@@ -1,0 +1,63 @@
+"""The process that calls a reward function: `python -m trainer.reward_worker module:function`. Started by `trainer.rewards` only.
+
+Frames come on standard input and go to standard output; what the function prints goes to standard error, so it cannot break a frame.
+Any exception of the function is caught here, for one named recovery: it is sent back as text.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import os
+import struct
+import sys
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+import msgspec
+
+from trainer.rewards import Answer, Ask
+
+_LENGTH = struct.Struct("<I")
+
+
+def _write(out: BinaryIO, answer: Answer) -> None:
+    frame = msgspec.msgpack.encode(answer)
+    out.write(_LENGTH.pack(len(frame)) + frame)
+    out.flush()
+
+
+def _load(name: str) -> Callable[[str, str, dict[str, Any]], float]:
+    module, _, attribute = name.partition(":")
+    function = getattr(importlib.import_module(module), attribute)
+    if not callable(function):
+        raise TypeError(f"{name} is not callable")
+    loaded: Callable[[str, str, dict[str, Any]], float] = function
+    return loaded
+
+
+def _score(function: Callable[[str, str, dict[str, Any]], float], ask: Ask) -> Answer:
+    try:
+        reward = float(function(ask.prompt, ask.answer, ask.meta))
+    except Exception as error:  # noqa: BLE001  a user's function may raise anything; the runner retries, then stops or masks
+        return Answer(error=f"{type(error).__name__}: {error}")
+    return Answer(reward=reward) if math.isfinite(reward) else Answer(error=f"the reward is {reward}")
+
+
+def main(argv: list[str]) -> int:
+    frames, out = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    try:
+        function = _load(argv[1])
+    except Exception as error:  # noqa: BLE001  importing a user's module may raise anything; the runner reports it
+        _write(out, Answer(error=f"{type(error).__name__}: {error}"))
+        return 1
+    _write(out, Answer(reward=0.0))
+    while head := frames.read(_LENGTH.size):
+        (length,) = _LENGTH.unpack(head)
+        _write(out, _score(function, msgspec.msgpack.decode(frames.read(length), type=Ask)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

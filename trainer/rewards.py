@@ -1,0 +1,141 @@
+"""Calls a reward function in a process of its own, with a deadline. A failure is never a reward of 0.
+
+Owns the process, its frames (length-prefixed MessagePack over pipes) and the retries; knows no ledger, model or step. What a run does
+with a `RewardError` (`on_reward_error`) is the loop's decision. The function must depend on its arguments alone: results are recorded,
+and a resumed run takes the recorded ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import struct
+import subprocess
+import sys
+import time
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from scavenger.errors import ConfigError, RewardError
+
+_LENGTH = struct.Struct("<I")
+START_DEADLINE_S = 60.0
+
+
+class Ask(msgspec.Struct, frozen=True):
+    prompt: str
+    answer: str
+    meta: dict[str, Any]
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """Exactly one of the two is set."""
+
+    reward: float | None = None
+    error: str | None = None
+
+
+_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+
+
+class RewardRunner:
+    """`function` is "module:name", called as name(prompt_text, answer_text, meta) -> float. Use as a context manager."""
+
+    def __init__(self, function: str, *, timeout_s: float, retries: int) -> None:
+        if function.count(":") != 1:
+            raise ConfigError(f"reward.function = {function!r} is not a function's name", 'write "module:function"')
+        self._function = function
+        self._timeout_s = timeout_s
+        self._retries = retries
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> RewardRunner:
+        self._start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def score(self, prompt: str, answer: str, meta: dict[str, Any]) -> float:
+        """The reward. Raises `RewardError` when the function failed or overran its deadline `retries + 1` times."""
+        failure = ""
+        for _ in range(self._retries + 1):
+            try:
+                return self._call(Ask(prompt, answer, meta))
+            except RewardError as error:
+                failure = error.cause
+        raise RewardError(
+            f"reward function {self._function} failed {self._retries + 1} times: {failure}",
+            f'fix the function, or set reward.on_reward_error = "mask" to leave such samples out (answer: {answer[:80]!r})',
+        )
+
+    def close(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    with contextlib.suppress(BrokenPipeError):  # unflushed bytes for a process that is gone
+                        pipe.close()
+
+    def _start(self) -> None:
+        """Start the process and wait until the function is imported. Raises `ConfigError` when it cannot be."""
+        argv = [sys.executable, "-m", "trainer.reward_worker", self._function]
+        self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        try:
+            ready = self._receive(START_DEADLINE_S)
+        except RewardError as error:
+            self.close()
+            raise ConfigError(f"reward.function = {self._function!r}: {error.cause}") from error
+        if ready.error is not None:
+            self.close()
+            raise ConfigError(f"reward.function = {self._function!r}: {ready.error}", "the module must be importable by the trainer's Python")
+
+    def _call(self, ask: Ask) -> float:
+        if self._process is None:
+            self._start()
+        try:
+            self._send(msgspec.msgpack.encode(ask))
+            answer = self._receive(self._timeout_s)
+        except RewardError:
+            self.close()  # it may still be running: the next call gets a fresh process
+            raise
+        if answer.reward is None:
+            raise RewardError(answer.error or "no reward and no error")
+        return answer.reward
+
+    def _send(self, frame: bytes) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(_LENGTH.pack(len(frame)) + frame)
+            self._process.stdin.flush()
+        except BrokenPipeError as error:
+            raise RewardError(f"the reward process ended with status {self._process.wait()}") from error
+
+    def _receive(self, timeout_s: float) -> Answer:
+        deadline = time.monotonic() + timeout_s
+        (length,) = _LENGTH.unpack(self._read(_LENGTH.size, deadline, timeout_s))
+        try:
+            return _answers.decode(self._read(length, deadline, timeout_s))
+        except msgspec.MsgspecError as error:
+            raise RewardError(f"the reward process answered with something else than an answer: {error}") from error
+
+    def _read(self, count: int, deadline: float, timeout_s: float) -> bytes:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        read = b""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._process.stdout, selectors.EVENT_READ)
+            while len(read) < count:
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    raise RewardError(f"no reward within {timeout_s:g} s")
+                piece = os.read(self._process.stdout.fileno(), count - len(read))
+                if not piece:
+                    raise RewardError(f"the reward process ended with status {self._process.wait()}")
+                read += piece
+        return read

@@ -1,0 +1,119 @@
+"""From completed groups to rows that can be trained: rewards, advantages and what becomes of each sample. Rank 0 only.
+
+Owns the outcome of a sample: consumed, filtered (its group says nothing), masked (no usable reward or tokens), each with its reason.
+Nothing is left out silently (I6). A group's rows depend on the group alone, never on its arrival (I7).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from tokenizers import Tokenizer
+
+from scavenger import wire
+from scavenger.config import AlgorithmSection, RewardSection
+from scavenger.errors import RewardError, WireError
+from trainer.advantages import group_normalised
+from trainer.batching import Row
+
+
+class Scorer(Protocol):
+    """What calls the reward function: `rewards.RewardRunner`, or the function itself in the single-process mode."""
+
+    def score(self, prompt: str, answer: str, meta: dict[str, Any]) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredGroup:
+    """`rows` are in the order of the samples' indices; empty when there is nothing to train."""
+
+    group_id: int
+    prompt_index: int
+    rows: tuple[Row, ...]
+    outcomes: tuple[wire.SampleOutcome, ...]
+    rewards: tuple[float, ...]  # of the usable samples
+    lengths: tuple[int, ...]  # answer tokens of the usable samples
+    informative: bool
+
+
+class Scoring:
+    """Scores the groups of one run. `say` gets one line for each masked sample."""
+
+    def __init__(
+        self, scorer: Scorer, tokenizer: Tokenizer, reward: RewardSection, algorithm: AlgorithmSection, say: Callable[[str], None]
+    ) -> None:
+        self._scorer = scorer
+        self._tokenizer = tokenizer
+        self._mask_errors = reward.on_reward_error == "mask"
+        self._algorithm = algorithm
+        self._say = say
+
+    def rewards(self, group: wire.GroupDone) -> list[tuple[wire.DoneSample, float, str]]:
+        """(sample, reward, "") of each sample in index order; reward NaN and the reason where it is masked.
+
+        A reward that an earlier attempt recorded is taken as it is. Raises `RewardError` unless errors are masked.
+        """
+        prompt = self._text(group.prompt)
+        meta = json.loads(group.meta)
+        return [(sample, *self._reward(sample, prompt, meta)) for sample in sorted(group.samples, key=lambda s: s.index)]
+
+    def _reward(self, sample: wire.DoneSample, prompt: str, meta: dict[str, Any]) -> tuple[float, str]:
+        if sample.error is not None:
+            return self._masked(sample, f"poisoned: {sample.error}")
+        if sample.reward is not None and not math.isnan(sample.reward):
+            return sample.reward, ""
+        try:
+            return self._scorer.score(prompt, self._text(sample.tokens), meta), ""
+        except RewardError as error:
+            if not self._mask_errors:
+                raise
+            return self._masked(sample, error.cause)
+
+    def _masked(self, sample: wire.DoneSample, reason: str) -> tuple[float, str]:
+        self._say(f"sample {sample.sample_id} is masked: {reason}")
+        return math.nan, reason
+
+    def _text(self, tokens: bytes) -> str:
+        text: str = self._tokenizer.decode(list(wire.unpack_tokens(tokens)), skip_special_tokens=True)
+        return text
+
+    def score(self, group: wire.GroupDone) -> ScoredGroup:
+        """Rewards, advantages, rows and outcomes of one training group."""
+        scored = self.rewards(group)
+        usable = torch.tensor([not why for _, _, why in scored])
+        values = torch.tensor([0.0 if why else reward for _, reward, why in scored], dtype=torch.float64)
+        found = group_normalised(values, usable, scale_by_std=self._algorithm.scale_by_std)
+        trained = found.informative or (self._algorithm.kl_coef > 0 and bool(usable.any()))
+        outcomes, rows = [], []
+        for (sample, reward, why), advantage in zip(scored, found.values.tolist(), strict=True):
+            if why:
+                outcomes.append(wire.SampleOutcome(sample.sample_id, "masked", math.nan, 0.0, why))
+                continue
+            kind = "consumed" if trained else "filtered"
+            outcomes.append(wire.SampleOutcome(sample.sample_id, kind, reward, advantage, "" if trained else found.reason))
+            if trained:
+                rows.append(_row(group, sample, advantage))
+        kept = [(sample, reward) for sample, reward, why in scored if not why]
+        return ScoredGroup(
+            group.group_id, group.prompt_index, tuple(rows), tuple(outcomes),
+            tuple(reward for _, reward in kept), tuple(len(sample.tokens) // 4 for sample, _ in kept), found.informative,
+        )  # fmt: skip
+
+
+def _row(group: wire.GroupDone, sample: wire.DoneSample, advantage: float) -> Row:
+    if not sample.tokens or len(sample.tokens) != len(sample.logprobs):
+        raise WireError(f"sample {sample.sample_id} was delivered with {len(sample.tokens)} and {len(sample.logprobs)} bytes of tokens, logprobs")
+    return Row(sample.sample_id, group.prompt, sample.tokens, sample.logprobs, advantage)
+
+
+def specs(problems: Sequence[Any], *, n: int, sampling: wire.Sampling, offset: int = 0, mark: dict[str, Any] | None = None) -> list[wire.GroupSpec]:
+    """What to generate for `data.Problem`s. `offset` sets the prompt indices of a second use in the same step apart."""
+    return [
+        wire.GroupSpec(p.index + offset, wire.pack_tokens(p.tokens), n, sampling, json.dumps(p.meta | (mark or {}), sort_keys=True))
+        for p in problems
+    ]

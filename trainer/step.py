@@ -1,0 +1,272 @@
+"""One training step on rank 0: submit, stream, train, update. Drives the phase machine; decides nothing itself.
+
+Owns the step's groups between arrival and commit. Micro-steps run in the order in which groups come; what they sum to does not
+depend on it (see `model`). With `updates_per_step` > 1 the first mini-batch streams; the others need logprobs of the step's start
+(proximal), which are computed as their groups come, and are trained when the last has come.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from scavenger import wire
+from scavenger.config import RunConfig
+from scavenger.errors import WireError
+from scavenger.weights.manifest import Manifest
+from trainer import phases
+from trainer.batching import Micro, Row, mini_batch_of, one_per_group, rounds, spread
+from trainer.data import Problem
+from trainer.model import RowStats, learning_rate
+from trainer.ranks import Ranks
+from trainer.scoring import ScoredGroup, Scoring, specs
+
+POLL_S = 0.1
+
+
+class Run(Protocol):
+    """`scavenger.client.Run`, or the single-process stand-in."""
+
+    attempt: int
+    last_step: int
+    next_version: int
+    fleet: wire.Fleet
+
+    def publish(self, step: int, manifest: Manifest, source: wire.WeightSource) -> None: ...
+    def submit(self, step: int, version: int, groups: Sequence[wire.GroupSpec], purpose: str = "train") -> tuple[int, ...]: ...
+    def poll(self, timeout_s: float) -> list[wire.GroupDone]: ...
+    def set_reserved(self, awake: bool) -> None: ...
+    def commit(
+        self, step: int, version: int, outcomes: Sequence[wire.SampleOutcome], metrics: dict[str, float], purpose: str = "train"
+    ) -> None: ...
+    def checkpoint(self, step: int, version: int, root: bytes, path: str) -> None: ...
+    def close_run(self, state: str, reason: str = "") -> None: ...
+
+
+@dataclass(slots=True)
+class Seconds:
+    """Where a step's time went."""
+
+    wait: float = 0.0
+    reward: float = 0.0
+    train: float = 0.0
+    update: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    outcomes: tuple[wire.SampleOutcome, ...]
+    metrics: dict[str, float]
+    phase_log: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Work:
+    """One step under way. `stash`: rows of later mini-batches, by mini-batch and group, with their proximal logprobs."""
+
+    step: int
+    width: int
+    mini_batch: dict[int, int]
+    submitted: frozenset[int]
+    scored: dict[int, ScoredGroup] = field(default_factory=dict)
+    ready: list[ScoredGroup] = field(default_factory=list)
+    stash: dict[int, list[list[Row]]] = field(default_factory=dict)
+    stats: dict[int, RowStats] = field(default_factory=dict)
+    seconds: Seconds = field(default_factory=Seconds)
+    grad_norms: list[float] = field(default_factory=list)
+    moves: int = 0
+    micro_steps: int = 0
+
+
+class Stepper:
+    """Runs the steps of one attempt. `reserved_awake` is what the reserved engines were last told."""
+
+    def __init__(self, config: RunConfig, run: Run, ranks: Ranks, scoring: Scoring, sampling: wire.Sampling) -> None:
+        self._config = config
+        self._run = run
+        self._ranks = ranks
+        self._scoring = scoring
+        self._sampling = sampling
+        self._has_reserved = config.reserved.workers > 0
+        self.reserved_awake = False
+
+    def step(self, step: int, version: int, problems: Sequence[Problem]) -> StepResult:
+        """Generate with `version`, train, take the optimizer step. The commit is the caller's."""
+        started = time.monotonic()
+        work = self._submit(step, version, problems)
+        machine, actions = phases.begin(
+            self._plan(problems), harvested=self._run.fleet.harvested, reserved_awake=self.reserved_awake, now=time.monotonic()
+        )
+        events = self._perform(work, actions)
+        while machine.phase is not phases.Phase.FINISH:
+            events.extend(self._observe(work, machine, timeout_s=0.0 if events else POLL_S))
+            machine, actions = phases.react(machine, events.popleft(), time.monotonic())
+            events.extendleft(self._perform(work, actions))
+        return self._finish(work, machine.log, started)
+
+    def set_reserved(self, awake: bool) -> None:
+        if self._has_reserved:
+            self._run.set_reserved(awake)
+            self.reserved_awake = awake
+
+    # ---------------------------------------------------------------- before and during
+
+    def _plan(self, problems: Sequence[Problem]) -> phases.Plan:
+        config = self._config
+        return phases.Plan(
+            samples=len(problems) * config.data.samples_per_prompt,
+            groups=len(problems),
+            window=config.reserved.window,
+            wake_after_s=config.reserved.wake_after_s,
+            harvest=config.run.harvest,
+            reserved=self._has_reserved,
+            round_groups=self._ranks.size,
+        )
+
+    def _submit(self, step: int, version: int, problems: Sequence[Problem]) -> _Work:
+        config = self._config
+        groups = specs(problems, n=config.data.samples_per_prompt, sampling=self._sampling)
+        submitted = self._run.submit(step, version, groups)
+        return _Work(
+            step,
+            width=max(len(problem.tokens) for problem in problems) + self._sampling.max_tokens,
+            mini_batch=mini_batch_of(config.run.seed, step, [problem.index for problem in problems], config.algorithm.updates_per_step),
+            submitted=frozenset(submitted),
+        )
+
+    def _perform(self, work: _Work, actions: Sequence[phases.Action]) -> deque[phases.Event]:
+        events: deque[phases.Event] = deque()
+        for action in actions:
+            match action:
+                case phases.SleepReserved():
+                    self.set_reserved(False)
+                case phases.WakeReserved():
+                    self.set_reserved(True)
+                case phases.TrainReady():
+                    if trained := self._train_ready(work):
+                        events.append(phases.Trained(trained))
+                case phases.FinishStep():
+                    pass
+        return events
+
+    def _observe(self, work: _Work, machine: phases.Step, timeout_s: float) -> list[phases.Event]:
+        """What happened since the last look; a `Tick` when nothing did."""
+        before = time.monotonic()
+        arrived = self._run.poll(timeout_s)
+        after = time.monotonic()
+        work.seconds.wait += after - before
+        events: list[phases.Event] = []
+        fleet = self._run.fleet
+        if fleet.harvested != machine.harvested:
+            events.append(phases.FleetChanged(fleet.harvested, fleet.reserved_awake + fleet.reserved_asleep))
+        for group in arrived:
+            if group.group_id not in work.submitted:
+                raise WireError(f"group {group.group_id} of step {group.step} came while step {work.step} was under way")
+            scored = self._scoring.score(group)
+            work.scored[group.group_id] = scored
+            work.moves += sum(sample.moves for sample in group.samples)
+            if scored.rows:
+                work.ready.append(scored)
+            events.append(phases.GroupsCompleted(1, len(group.samples), 0 if scored.rows else 1))
+        work.seconds.reward += time.monotonic() - after
+        return events or [phases.Tick()]
+
+    # ---------------------------------------------------------------- training
+
+    def _rounds(self, work: _Work, groups: Sequence[Sequence[Row]]) -> tuple[tuple[Micro, ...], ...]:
+        if self._config.run.deterministic:
+            return rounds(one_per_group(groups, width=work.width), self._ranks.size)
+        return rounds(spread(groups, budget=self._config.trainer.micro_batch_tokens, ranks=self._ranks.size), self._ranks.size)
+
+    def _train(self, work: _Work, groups: Sequence[Sequence[Row]]) -> None:
+        for one_round in self._rounds(work, groups):
+            work.stats |= {stats.sample_id: stats for stats in self._ranks.train(one_round)}
+            work.micro_steps += 1
+
+    def _train_ready(self, work: _Work) -> int:
+        """Micro-steps over waiting groups; returns how many were taken. Deterministic: one round, else all that wait."""
+        started = time.monotonic()
+        count = self._ranks.size if self._config.run.deterministic else len(work.ready)
+        taken, work.ready = work.ready[:count], work.ready[count:]
+        first = [group.rows for group in taken if work.mini_batch[group.prompt_index] == 0]
+        later = [group for group in taken if work.mini_batch[group.prompt_index] > 0]
+        self._train(work, first)
+        if later:
+            self._stash(work, later)
+        work.seconds.train += time.monotonic() - started
+        return len(taken)
+
+    def _stash(self, work: _Work, groups: Sequence[ScoredGroup]) -> None:
+        """Keep groups of later mini-batches, with logprobs under the step's first weights."""
+        proximal: dict[int, bytes] = {}
+        for one_round in self._rounds(work, [group.rows for group in groups]):
+            proximal |= self._ranks.proximal(one_round)
+        for group in groups:
+            rows = [msgspec.structs.replace(row, proximal=proximal[row.sample_id]) for row in group.rows]
+            work.stash.setdefault(work.mini_batch[group.prompt_index], []).append(rows)
+
+    def _finish(self, work: _Work, log: tuple[str, ...], started: float) -> StepResult:
+        tokens = trained_tokens(work.scored.values(), work.mini_batch)
+        rate = learning_rate(self._config.optimizer, work.step)
+        for mini_batch in range(self._config.algorithm.updates_per_step):
+            before = time.monotonic()
+            self._train(work, work.stash.get(mini_batch, []))
+            between = time.monotonic()
+            if tokens.get(mini_batch, 0):  # otherwise no answer was better than another: there is no gradient to follow
+                work.grad_norms.append(self._ranks.update(tokens[mini_batch], rate))
+            work.seconds.train += between - before
+            work.seconds.update += time.monotonic() - between
+        ordered = sorted(work.scored.values(), key=lambda group: group.prompt_index)
+        metrics = summarise(ordered, work.stats, kl_coef=self._config.algorithm.kl_coef)
+        metrics |= {
+            "lr": rate,
+            "updates": float(len(work.grad_norms)),
+            "grad_norm": max(work.grad_norms, default=0.0),
+            "moves": float(work.moves),
+            "micro_steps": float(work.micro_steps),
+            "seconds": time.monotonic() - started,
+            "seconds_wait": work.seconds.wait,
+            "seconds_reward": work.seconds.reward,
+            "seconds_train": work.seconds.train,
+            "seconds_update": work.seconds.update,
+        }
+        return StepResult(tuple(outcome for group in ordered for outcome in group.outcomes), metrics, log)
+
+
+def trained_tokens(groups: Iterable[ScoredGroup], mini_batch: Mapping[int, int]) -> dict[int, int]:
+    """The true denominators: answer tokens trained in each mini-batch. Filtered and masked samples do not count."""
+    found: dict[int, int] = {}
+    for group in groups:
+        place = mini_batch[group.prompt_index]
+        found[place] = found.get(place, 0) + sum(len(row.answer) // 4 for row in group.rows)
+    return found
+
+
+def summarise(groups: Sequence[ScoredGroup], stats: Mapping[int, RowStats], *, kl_coef: float) -> dict[str, float]:
+    """The step's figures. `math.fsum` rounds once, so no order of arrival shows in a digit."""
+    rewards = [reward for group in groups for reward in group.rewards]
+    lengths = [length for group in groups for length in group.lengths]
+    rows = list(stats.values())
+    tokens = sum(row.tokens for row in rows)
+    per_token = 1.0 / tokens if tokens else 0.0
+    return {
+        "reward": math.fsum(rewards) / len(rewards) if rewards else 0.0,
+        "loss": math.fsum(row.policy + kl_coef * row.kl for row in rows) * per_token,
+        "tokens": float(tokens),
+        "samples": float(len(rewards)),
+        "samples_trained": float(len(rows)),
+        "groups_filtered": float(sum(not group.informative for group in groups)),
+        "length_mean": math.fsum(lengths) / len(lengths) if lengths else 0.0,
+        "length_max": float(max(lengths, default=0)),
+        "kl": math.fsum(row.kl for row in rows) * per_token,
+        "clip_fraction": math.fsum(row.clipped for row in rows) * per_token,
+        "mismatch_k3": math.fsum(row.mismatch_k3 for row in rows) * per_token,
+        "mismatch_max": max((row.mismatch_max for row in rows), default=0.0),
+        "truncated_fraction": math.fsum(row.truncated for row in rows) * per_token,
+    }

@@ -1,0 +1,57 @@
+"""The built-in task: put six digits in ascending order. "305712>" is answered by "012357" and the end token.
+
+Owns the problems, their split into training and held-out ones, the character tokenizer and the reward. Needs no torch, so the
+reward's process starts at once. A problem depends on (seed, index) alone: order, restarts and ranks change nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import blake3
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+DIGITS = 6
+PAD, EOS = "<pad>", "<eos>"
+ALPHABET = (PAD, EOS, *"0123456789>")
+#: One problem in this many is held out: never trained on, whatever the seed.
+HELD_OUT_SHARE = 16
+
+
+def is_held_out(digits: str) -> bool:
+    return blake3.blake3(digits.encode()).digest()[0] % HELD_OUT_SHARE == 0
+
+
+def problem(seed: int, index: int, *, held_out: bool = False) -> tuple[str, dict[str, Any]]:
+    """The prompt's text and its metadata (`answer`) of problem `index` of the stream that `seed` names."""
+    split = "held-out" if held_out else "train"
+    attempt = 0
+    while True:
+        digest = blake3.blake3(f"sort/{split}/{seed}/{index}/{attempt}".encode()).digest()
+        digits = f"{int.from_bytes(digest[:16], 'little') % 10**DIGITS:0{DIGITS}d}"
+        if is_held_out(digits) is held_out:
+            return f"{digits}>", {"answer": "".join(sorted(digits))}
+        attempt += 1
+
+
+def reward(prompt: str, answer: str, meta: dict[str, Any]) -> float:
+    """1 for exactly the sorted digits, 0 otherwise."""
+    return 1.0 if answer == meta["answer"] else 0.0
+
+
+def tokenizer() -> Tokenizer:
+    """One token a character, plus padding and the end of an answer."""
+    made = Tokenizer(models.WordLevel({token: i for i, token in enumerate(ALPHABET)}, unk_token=PAD))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    made.decoder = decoders.Fuse()
+    made.add_special_tokens([PAD, EOS])
+    return made
+
+
+def write_tokenizer(folder: Path) -> None:
+    """`tokenizer.json` and the little that Hugging Face's loaders want beside it."""
+    tokenizer().save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": EOS, "pad_token": PAD}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
