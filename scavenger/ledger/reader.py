@@ -18,7 +18,7 @@ import sqlalchemy as sa
 from scavenger.errors import LedgerError
 from scavenger.ledger import queries
 from scavenger.ledger import records as r
-from scavenger.ledger.faults import REMEDIES, classify, explain
+from scavenger.ledger.faults import FINAL, REMEDIES, classify, explain
 from scavenger.wire import unpack_logprobs, unpack_tokens
 
 Piece = tuple[int, bytes, bytes, bytes]  # start_len, tokens, logprobs, raw_logprobs
@@ -141,12 +141,14 @@ def _reading(engine: sa.Engine) -> Iterator[sa.Connection]:
             with connection.begin():
                 yield connection
     except sa.exc.DBAPIError as error:
-        raise LedgerError(f"the ledger cannot be read: {explain(error)}", REMEDIES.get(classify(error), "")) from error
+        state = classify(error)
+        remedy = "" if state in FINAL else REMEDIES[state]
+        raise LedgerError(f"the ledger cannot be read: {explain(error)}", remedy) from error
 
 
-def _ask(connection: sa.Connection, name: str, **parameters: Any) -> Iterator[Mapping[str, Any]]:
-    result = connection.execute(sa.text(queries.load(name)), parameters)
-    return iter(result.mappings())
+def _ask(connection: sa.Connection, query: str, /, **parameters: Any) -> Iterator[Mapping[str, Any]]:
+    result = connection.execute(sa.text(queries.load(query)), parameters)
+    return (dict(row) for row in result.mappings())
 
 
 def rows(engine: sa.Engine, sql: str, params: Mapping[str, Any] | None = None) -> Table:

@@ -32,7 +32,7 @@ NETWORK_FILE_SYSTEMS = frozenset(
         "nfs", "nfs4", "ocfs2", "orangefs", "panfs", "pvfs2", "smb3", "smbfs", "wekafs",
     }
 )  # fmt: skip
-_BUSY_TIMEOUT_S = 2.0
+_BUSY_TIMEOUT_S = 1.0
 _PAGE_CACHE_KIB = 65_536
 _WAL_CHECKPOINT_PAGES = 4_000
 _READER_TIMEOUT_MS = 60_000

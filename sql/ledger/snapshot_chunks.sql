@@ -1,4 +1,4 @@
--- The chunks of a run's groups that may still be delivered: open, complete, or ended by a step after :final_step.
+-- The chunks of a run's groups that may still be delivered: open, complete, or ended by a step after final_step.
 WITH wanted AS (
     SELECT group_id FROM samples WHERE run_id = :run_id AND state IN ('open', 'complete')
     UNION

@@ -1,4 +1,4 @@
--- The chunks of the samples generated for a step; all groups when :group_id is null.
+-- The chunks of the samples generated for a step; all groups when group_id is null.
 SELECT c.sample_id, c.start_len, c.tokens, c.logprobs, c.raw_logprobs
 FROM groups g
 JOIN samples s ON s.group_id = g.group_id

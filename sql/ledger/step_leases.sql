@@ -1,4 +1,4 @@
--- Who generated the samples of a step, lease by lease; all groups when :group_id is null.
+-- Who generated the samples of a step, lease by lease; all groups when group_id is null.
 SELECT l.sample_id, l.epoch, l.start_len, l.end_len, l.reason, l.ended_at, s.accepted_len, l.worker_id, w.kind, w.node, w.job_id
 FROM groups g
 JOIN samples s ON s.group_id = g.group_id

@@ -1,4 +1,4 @@
--- The samples generated for a step, with their prompts; all groups when :group_id is null.
+-- The samples generated for a step, with their prompts; all groups when group_id is null.
 SELECT s.*, g.step, g.prompt_index, g.take, g.prompt, g.meta
 FROM groups g
 JOIN samples s ON s.group_id = g.group_id

@@ -10,14 +10,14 @@ days (day) AS (
     UNION ALL
     SELECT day + 1 FROM days WHERE (day + 1) * 86400 <= (SELECT max(ended_at) FROM spans)
 ),
-overlaps AS (
+cuts AS (
     SELECT d.day, s.node, s.gpus,
            CASE WHEN s.ended_at < (d.day + 1) * 86400 THEN s.ended_at ELSE (d.day + 1) * 86400 END
            - CASE WHEN s.started_at > d.day * 86400 THEN s.started_at ELSE d.day * 86400 END AS held_s
     FROM days d
     JOIN spans s ON s.started_at < (d.day + 1) * 86400 AND s.ended_at > d.day * 86400
 ),
-eras AS (SELECT day, node, gpus, held_s, (day + 719468) / 146097 AS era, (day + 719468) % 146097 AS doe FROM overlaps),
+eras AS (SELECT day, node, gpus, held_s, (day + 719468) / 146097 AS era, (day + 719468) % 146097 AS doe FROM cuts),
 years AS (SELECT eras.*, (doe - doe / 1460 + doe / 36524 - doe / 146096) / 365 AS yoe FROM eras),
 months AS (SELECT years.*, doe - (365 * yoe + yoe / 4 - yoe / 100) AS doy FROM years),
 civil AS (SELECT months.*, (5 * doy + 2) / 153 AS mp FROM months),

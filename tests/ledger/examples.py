@@ -1,0 +1,171 @@
+"""A small, consistent history with every kind of record, and a writer that a test can wait for."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from scavenger.ledger import records as r
+from scavenger.ledger.store import upgrade
+from scavenger.ledger.writer import Backoff, Writer, WriterState
+from scavenger.wire import pack_logprobs, pack_tokens
+
+CONFIG = json.dumps({"checkpoint": {"keep": 2}})
+T0 = 1_790_000_000.0
+WAIT_S = 30.0
+
+
+def chunk(sample_id: int, epoch: int, offset: int, n: int, worker_id: int, version: int = 1, at: float = T0) -> r.ChunkAccepted:
+    """`n` tokens whose ids say where they belong."""
+    tokens = pack_tokens(sample_id * 1000 + offset + i for i in range(n))
+    logprobs = pack_logprobs(-0.5 - offset - i for i in range(n))
+    return r.ChunkAccepted(sample_id, epoch, offset, tokens, logprobs, logprobs, version, worker_id, at)
+
+
+def answer(sample_id: int, n: int) -> bytes:
+    """The tokens that `chunk` gives a sample from the start."""
+    return pack_tokens(sample_id * 1000 + i for i in range(n))
+
+
+def group(group_id: int, first: int, n: int, step: int, version: int, take: int = 0, purpose: str = "train") -> r.GroupCreated:
+    return r.GroupCreated(
+        group_id, 1, purpose, step, group_id % 10, take, version, pack_tokens([7, 8, 9]), n, first, '{"max_tokens": 64}', "{}", T0
+    )
+
+
+def prologue() -> list[r.Record]:
+    """A run with an attempt, two versions, one harvested and one reserved worker."""
+    return [
+        r.RunCreated(1, "sorting", "owner", 17, CONFIG, '{"name": "reference"}', "/models/tokenizer.json", T0),
+        r.AttemptGranted(1, 1, "login1", 100, 0, CONFIG, '{"name": "reference", "max_batch": 4}', T0),
+        r.VersionPublished(1, 1, 0, 1, b"root1", b"manifest1", 4096, T0),
+        r.JobIntended("i1", 1, "scavenge", 1, "key1", T0),
+        r.JobSubmitted("i1", 501, T0 + 1),
+        r.JobObserved("i1", 501, "PENDING", "", "Priority", "", 0, T0 + 2),
+        r.JobObserved("i1", 501, "RUNNING", "", "", "n3", 0, T0 + 3),
+        r.HoldStarted("i1", 0, 501, "n3", 1, T0 + 3),
+        r.WorkerJoined(1, 1, "harvested", "i1", "s1", 0, 501, "n3", 1, "reference", T0 + 4),
+        r.WorkerJoined(2, 1, "reserved", "", "s2", 0, 100, "n0", 1, "reference", T0 + 4),
+        r.ClusterSampled(5, 1, 6, 4, 0, 0, T0 + 5),
+        r.Decision("harvest", "submit", "i1", "5 idle GPUs, demand for 1", '{"idle": 5}', T0),
+        r.Event("chunk_refused", 1, "sample 11", "stale epoch 1", "{}", T0 + 5),
+    ]
+
+
+def moved_group(group_id: int = 10, first: int = 11, step: int = 1, version: int = 1) -> list[r.Record]:
+    """A group of two: the first sample loses worker 1 after 5 tokens and is finished by worker 2; then both are consumed."""
+    a, b = first, first + 1
+    return [
+        group(group_id, first, 2, step, version),
+        r.LeaseGranted(a, 1, 1, version, 0, T0 + 6),
+        r.LeaseGranted(b, 1, 2, version, 0, T0 + 6),
+        chunk(a, 1, 0, 3, 1, version, T0 + 7),
+        chunk(b, 1, 0, 4, 2, version, T0 + 7),
+        chunk(a, 1, 3, 2, 1, version, T0 + 7.5),
+        r.LeaseEnded(a, 1, "worker left", 5, 2, T0 + 8),
+        r.LeaseGranted(a, 2, 2, version, 5, T0 + 9),
+        chunk(a, 2, 5, 4, 2, version, T0 + 9.5),
+        r.LeaseEnded(a, 2, "finished", 9, 0, T0 + 10),
+        r.SampleFinished(a, "stop", 9, T0 + 10),
+        r.LeaseEnded(b, 1, "finished", 4, 0, T0 + 10),
+        r.SampleFinished(b, "length", 4, T0 + 10),
+    ]
+
+
+def preempted() -> list[r.Record]:
+    """Worker 1 goes with notice; its job is requeued."""
+    return [
+        r.WorkerLeft(1, "goodbye", True, 1, 5, 2, T0 + 8),
+        r.JobObserved("i1", 501, "PENDING", "REQUEUED", "BeginTime", "", 1, T0 + 9),
+        r.HoldEnded("i1", 0, "preempted", T0 + 9),
+    ]
+
+
+def consumed(group_id: int = 10, first: int = 11, step: int = 1, attempt: int = 1, at: float = T0 + 11) -> list[r.Record]:
+    """The group is delivered at `at`; a second later its step is committed."""
+    return [
+        r.GroupDelivered(group_id, attempt, at),
+        r.SampleEnded(first, "consumed", "", step, attempt, 1.0, 0.7, at + 1),
+        r.SampleEnded(first + 1, "consumed", "", step, attempt, 0.25, -0.7, at + 1),
+        r.StepCommitted(1, step, "train", attempt, 1, '{"loss": 0.5}', at + 1),
+    ]
+
+
+def epilogue() -> list[r.Record]:
+    """A checkpoint, a lost attempt that replays step 1, its end, and the kinds that are left."""
+    return [
+        r.VersionPublished(1, 2, 1, 1, b"root2", b"manifest2", 4096, T0 + 13),
+        r.StepsRewound(1, 2, 0, T0 + 20),
+        r.AttemptGranted(1, 2, "login2", 101, 0, CONFIG, '{"name": "reference"}', T0 + 20),
+        r.SampleReopened(11, 2, T0 + 20),
+        r.SampleReopened(12, 2, T0 + 20),
+        r.GroupAdopted(10, 3, T0 + 21),
+        *consumed(attempt=2, at=T0 + 21),
+        r.CheckpointRecorded(1, 1, 3, b"root3", "/ckpt/1", T0 + 22),
+        r.JobEnded("i1", "CANCELLED", "no demand", T0 + 23),
+        r.WorkerLeft(2, "drained", True, 0, 0, 0, T0 + 23),
+        r.RunEnded(1, "finished", "", T0 + 24),
+    ]
+
+
+def everything() -> list[list[r.Record]]:
+    """The whole history, as the submissions of a daemon."""
+    return [prologue(), moved_group(), preempted(), consumed(), epilogue()]
+
+
+class Witness:
+    """A writer with what it reported, and conditions to wait for."""
+
+    def __init__(self, url: str, **options: Any) -> None:
+        self.acked: list[int] = []
+        self.states: list[tuple[WriterState, str]] = []
+        self._changed = threading.Condition()
+        self.writer = Writer(
+            url, "host", 1, "test", time.time, on_commit=self._acked, on_state=self._state,
+            backoff=Backoff(first_s=0.01, most_s=0.05), **options,
+        )  # fmt: skip
+
+    def _acked(self, ticket: int) -> None:
+        with self._changed:
+            self.acked.append(ticket)
+            self._changed.notify_all()
+
+    def _state(self, state: WriterState, reason: str) -> None:
+        with self._changed:
+            self.states.append((state, reason))
+            self._changed.notify_all()
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        with self._changed:
+            assert self._changed.wait_for(condition, WAIT_S), (self.acked, self.states)
+
+    def wait_ticket(self, ticket: int) -> None:
+        self.wait(lambda: bool(self.acked) and self.acked[-1] >= ticket)
+
+    def wait_state(self, state: WriterState) -> None:
+        self.wait(lambda: bool(self.states) and self.states[-1][0] is state)
+
+
+@contextmanager
+def witness(url: str, **options: Any) -> Iterator[Witness]:
+    """A started writer; closed at the end, without draining."""
+    found = Witness(url, **options)
+    found.writer.start()
+    try:
+        yield found
+    finally:
+        found.writer.close(drain=False, timeout=10)
+
+
+def written(url: str, submissions: Sequence[Sequence[r.Record]]) -> None:
+    """Make the ledger hold these submissions."""
+    upgrade(url)
+    with witness(url) as w:
+        for ticket, records in enumerate(submissions):
+            w.writer.submit(ticket, records)
+        w.wait(lambda: bool(w.states) or (bool(w.acked) and w.acked[-1] == len(submissions) - 1))
+        assert not w.states, w.states

@@ -1,0 +1,187 @@
+"""What was written is read back: snapshot, samples, reports, audit."""
+
+from __future__ import annotations
+
+import pytest
+import sqlalchemy as sa
+
+from scavenger.errors import LedgerError
+from scavenger.ledger import records as r
+from scavenger.ledger.reader import final_step, join_chunks, read_snapshot, replay_groups, rows, run_by_name, samples_of_step
+from scavenger.ledger.reports import check
+from scavenger.ledger.store import open_engine, open_readonly
+from scavenger.wire import unpack_tokens
+from tests.ledger.examples import (
+    T0,
+    answer,
+    chunk,
+    consumed,
+    epilogue,
+    everything,
+    group,
+    moved_group,
+    preempted,
+    prologue,
+    written,
+)  # fmt: skip
+
+
+def snapshot(url: str) -> r.Snapshot:
+    engine = open_engine(url)
+    try:
+        return read_snapshot(engine)
+    finally:
+        engine.dispose()
+
+
+def test_the_snapshot_of_an_empty_ledger_is_empty(url: str) -> None:
+    written(url, [[]])
+    assert snapshot(url) == r.Snapshot(1, 1, 1, 1, (), (), (), ())
+
+
+def test_the_snapshot_gives_back_what_was_recorded(url: str) -> None:
+    first = prologue()
+    moving = moved_group()[:8]  # sample 11 has just been leased again, to worker 2
+    written(url, [first, moving, preempted()])
+    found = snapshot(url)
+    assert (found.next_run_id, found.next_group_id, found.next_sample_id, found.next_worker_id) == (2, 11, 13, 3)
+    (run,) = found.runs
+    assert (run.created, run.versions) == (first[0], (first[2],))
+    assert (run.attempt, run.resume_step, run.last_step) == (1, 0, 0)
+    assert run.engine == '{"name": "reference", "max_batch": 4}'
+    assert [worker.joined for worker in found.workers] == [first[9]]
+    (job,) = found.jobs
+    assert (job.intended, job.job_id, job.last_state, job.restart_count, job.hold_open) == (first[3], 501, "PENDING", 1, False)
+    (only,) = found.groups
+    assert (only.created, only.version) == (moving[0], 1)
+    a, b = only.samples
+    assert (a.sample_id, a.index, a.state, a.epoch, a.moves, a.lease) == (11, 0, "open", 2, 1, (2, 2, 1))
+    assert (a.tokens, len(a.logprobs)) == (answer(11, 5), 20)
+    assert (b.sample_id, b.index, b.state, b.epoch, b.moves, b.lease, b.tokens) == (12, 1, "open", 1, 0, (1, 2, 1), answer(12, 4))
+
+
+def test_the_order_of_chunks_on_disk_does_not_matter(url: str) -> None:
+    many = [chunk(11, 1, offset, 3, 1) for offset in range(0, 30, 3)]
+    written(url, [prologue(), [group(10, 11, 1, 1, 1), r.LeaseGranted(11, 1, 1, 1, 0, T0), *reversed(many)]])
+    assert snapshot(url).groups[0].samples[0].tokens == answer(11, 30)
+
+
+def test_groups_are_read_until_a_kept_checkpoint_covers_them(url: str) -> None:
+    history: list[list[r.Record]] = [prologue()]
+    for step in range(1, 7):
+        history += [moved_group(step * 10, step * 10 + 1, step), consumed(step * 10, step * 10 + 1, step)]
+        if step % 2 == 0:
+            history.append([r.CheckpointRecorded(1, step, 1, b"root", f"/ckpt/{step}", T0)])
+    written(url, history)
+    found = snapshot(url)  # checkpoints of steps 2, 4 and 6, of which the newest two are kept
+    assert [g.created.step for g in found.groups] == [5, 6]
+    assert [c.step for c in found.runs[0].checkpoints] == [2, 4, 6]
+    assert [(s.state, s.reward, s.ended_step, s.tokens) for s in found.groups[0].samples] == [
+        ("consumed", 1.0, 5, answer(51, 9)),
+        ("consumed", 0.25, 5, answer(52, 4)),
+    ]
+    engine = open_engine(url)
+    assert [g.created.step for g in replay_groups(engine, 1, 2)] == [3, 4, 5, 6]
+    engine.dispose()
+
+
+def test_a_reopened_sample_is_complete_again_and_keeps_its_reward(url: str) -> None:
+    written(url, [prologue(), moved_group(), consumed(), epilogue()[:6]])
+    (only,) = snapshot(url).groups
+    assert only.version == 3
+    assert [(s.state, s.reward, s.ended_step, s.finish) for s in only.samples] == [
+        ("complete", 1.0, 0, "stop"),
+        ("complete", 0.25, 0, "length"),
+    ]
+
+
+def test_ended_runs_are_not_in_the_snapshot(url: str) -> None:
+    written(url, everything())
+    found = snapshot(url)
+    assert (found.runs, found.groups, found.workers, found.jobs) == ((), (), (), ())
+    assert found.next_sample_id == 13
+
+
+@pytest.mark.parametrize(
+    ("config", "steps", "final"),
+    [
+        ('{"checkpoint": {"keep": 2}}', [2, 4, 6], 4),
+        ('{"checkpoint": {"keep": 9}}', [2, 4], 2),
+        ("{}", [2, 4, 6], 2),
+        ("", [], -1),
+        ('{"checkpoint": {"keep": 1}}', [4, 4, 2], 4),
+    ],
+)
+def test_consumption_is_final_up_to_the_oldest_kept_checkpoint(config: str, steps: list[int], final: int) -> None:
+    assert final_step(config, steps) == final
+
+
+@pytest.mark.parametrize(
+    ("offsets", "complaint"),
+    [([(0, 3), (4, 2)], "tokens are missing"), ([(0, 3), (2, 2)], "chunks overlap"), ([(0, 3)], "3 tokens in its chunks, 6 accepted")],
+)
+def test_chunks_that_do_not_join_are_an_error_that_names_the_sample(offsets: list[tuple[int, int]], complaint: str) -> None:
+    pieces = [(start, bytes(4 * n), bytes(4 * n), bytes(4 * n)) for start, n in offsets]
+    with pytest.raises(LedgerError, match=f"sample 77: .*{complaint}"):
+        join_chunks(77, pieces, 6)
+
+
+def test_samples_of_a_step_say_what_they_are_and_who_generated_them(url: str) -> None:
+    written(url, [prologue(), moved_group(), preempted(), consumed()])
+    engine = open_readonly(url)
+    a, b = samples_of_step(engine, "sorting", 1)
+    assert a.prompt == (7, 8, 9)
+    assert a.tokens == unpack_tokens(answer(11, 9))
+    assert (a.reward, a.advantage, a.finish, a.state, a.moves, a.regenerated) == (1.0, 0.7, "stop", "consumed", 1, 2)
+    assert [(s.node, s.kind, s.job_id, s.start_len, s.end_len) for s in a.leases] == [
+        ("n3", "harvested", 501, 0, 5),
+        ("n0", "reserved", 100, 5, 9),
+    ]
+    assert (b.finish, b.moves, len(b.logprobs)) == ("length", 0, 4)
+    assert samples_of_step(engine, "sorting", 1, group=10) == (a, b)
+    assert samples_of_step(engine, "sorting", 1, group=11) == ()
+    assert samples_of_step(engine, "sorting", 2) == ()
+    with pytest.raises(LedgerError, match="no run called"):
+        samples_of_step(engine, "other", 1)
+    engine.dispose()
+
+
+def test_a_run_is_found_by_its_name(url: str) -> None:
+    written(url, everything())
+    engine = open_readonly(url)
+    found = run_by_name(engine, "sorting")
+    assert found is not None
+    assert (found.state, found.attempt, found.last_step, found.last_version, found.seed) == ("finished", 2, 1, 2, 17)
+    assert run_by_name(engine, "other") is None
+    assert rows(engine, "SELECT name FROM runs WHERE run_id = :run", {"run": 1}).rows == (("sorting",),)
+    engine.dispose()
+
+
+def test_a_sound_ledger_has_no_problems(url: str) -> None:
+    written(url, everything())
+    assert check(url) == []
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        ("DELETE FROM chunks WHERE sample_id = 11 AND start_len = 3", "tokens missing"),
+        ("UPDATE chunks SET start_len = 2 WHERE sample_id = 11 AND start_len = 3", "tokens doubled"),
+        ("UPDATE chunks SET epoch = 7 WHERE sample_id = 12", "chunk outside its lease"),
+        ("UPDATE samples SET accepted_len = 8 WHERE sample_id = 11", "accepted length differs"),
+        ("UPDATE samples SET state = 'complete' WHERE sample_id = 12", "without an end"),
+        ("UPDATE steps SET rewound_by = NULL", "more than one surviving step"),
+        ("UPDATE steps SET rewound_by = 3", "a step that did not survive"),
+        ("UPDATE samples SET state = 'superseded' WHERE sample_id = 12", "superseded and not generated again"),
+        ("DELETE FROM groups", "samples without their group"),
+        ("UPDATE leases SET ended_at = NULL WHERE epoch = 2", "leases still open"),
+        ("DELETE FROM alembic_version", "schema is at revision None"),
+    ],
+)
+def test_the_audit_finds_damage(url: str, damage: str, problem: str) -> None:
+    written(url, everything())
+    engine = open_engine(url)
+    with engine.begin() as connection:
+        assert connection.execute(sa.text(damage)).rowcount
+    engine.dispose()
+    assert any(problem in line for line in check(url)), check(url)

@@ -1,0 +1,148 @@
+"""Reports are questions that both databases answer alike, through us, through `sqlite3` and through `psql`."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from scavenger import resources
+from scavenger.errors import LedgerError
+from scavenger.ledger import queries
+from scavenger.ledger import records as r
+from scavenger.ledger.reports import report
+from tests.conftest import lacks
+from tests.ledger.examples import T0, everything, moved_group, prologue, written
+
+DAY_S = 86_400
+MIDNIGHT = T0 - T0 % DAY_S + DAY_S
+
+
+def history() -> list[list[r.Record]]:
+    """Everything, and a hold of two GPUs that begins six hours before midnight and ends twelve after."""
+    return [
+        *everything(),
+        [
+            r.HoldStarted("i2", 0, 502, "n4", 2, MIDNIGHT - 6 * 3600),
+            r.HoldEnded("i2", 0, "node_fail", MIDNIGHT + 12 * 3600),
+        ],
+    ]
+
+
+def answers(url: str, name: str) -> list[dict[str, object]]:
+    found: list[dict[str, object]] = json.loads(report(url, name, "json"))["rows"]
+    return found
+
+
+def outside(url: str, name: str) -> list[list[str]]:
+    """The same file, run by the database's own program."""
+    path = str(resources.path(f"sql/reports/{name}.sql"))
+    if url.startswith("sqlite"):
+        argv = ["sqlite3", "-readonly", "-csv", "-cmd", f".read {path}", url.removeprefix("sqlite:///")]
+    else:
+        parsed = sa.make_url(url)
+        conninfo = f"host={parsed.query['host']} user={parsed.username} dbname={parsed.database}"
+        argv = ["psql", "-X", "-q", "-t", "--csv", "-v", "ON_ERROR_STOP=1", "-f", path, conninfo]
+    missing = lacks(argv[0])
+    if missing:
+        pytest.skip(missing)
+    done = subprocess.run(argv, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return list(csv.reader(io.StringIO(done.stdout)))
+
+
+@pytest.mark.parametrize("name", queries.report_names())
+def test_a_report_states_its_question_first(name: str) -> None:
+    sql = queries.load_report(name)
+    assert sql.startswith("-- ")
+    assert "?" in queries.question(sql)
+    assert sql.rstrip().endswith(";")
+    assert sql.count(";") - sum(line.count(";") for line in sql.splitlines() if line.startswith("--")) == 1
+
+
+def test_reports_run_unchanged_in_the_databases_own_programs(url: str) -> None:
+    written(url, history())
+    for name in queries.report_names():
+        ours = list(csv.reader(io.StringIO(report(url, name, "csv"))))[1:]
+        theirs = outside(url, name)
+        assert len(ours) == len(theirs), name
+        for mine, other in zip(ours, theirs, strict=True):
+            assert len(mine) == len(other), name
+
+
+def test_gpu_hours_are_cut_at_midnight(url: str) -> None:
+    written(url, history())
+    found = [row for row in answers(url, "harvested_gpu_hours_by_day") if row["node"] == "n4"]
+    assert [(row["day"], row["gpu_hours"], row["holds"]) for row in found] == [("2026-09-21", 12, 1), ("2026-09-22", 24, 1)]
+
+
+def test_days_are_named_as_the_calendar_names_them(sqlite_url: str) -> None:
+    days = {"1970-01-01": 0, "1999-12-31": 10956, "2000-02-29": 11016, "2000-03-01": 11017, "2024-02-29": 19782, "2026-12-31": 20818}
+    holds = [r.HoldStarted(f"i{n}", 0, n, "n", 1, n * DAY_S + 3600.0) for n in days.values()]
+    ends = [r.HoldEnded(f"i{n}", 0, "preempted", n * DAY_S + 7200.0) for n in days.values()]
+    written(sqlite_url, [[*holds, *ends]])
+    assert [row["day"] for row in answers(sqlite_url, "harvested_gpu_hours_by_day")] == sorted(days)
+
+
+def test_preemptions_and_lost_engines_count_tokens(url: str) -> None:
+    written(url, history())
+    lost = [row for row in answers(url, "preemptions") if row["job_id"] == 501]
+    assert [(p["reason"], p["notice"], p["samples_in_flight"], p["tokens_salvaged"], p["tokens_regenerated"]) for p in lost] == [
+        ("preempted", "notice", 1, 5, 2)
+    ]
+    (engine,) = answers(url, "lost_engines")
+    assert (engine["hold_ended"], engine["notice"], engine["most_regenerated_of_one_sample"]) == ("preempted", "notice", 2)
+    (arm,) = answers(url, "lost_engines_by_arm")
+    assert (arm["hold_ended"], arm["engines"], arm["tokens_salvaged"], arm["tokens_regenerated"]) == ("preempted", 1, 5, 2)
+
+
+def test_the_rewards_and_moves_of_a_run(url: str) -> None:
+    written(url, history())
+    (step,) = answers(url, "reward_per_step")
+    assert (step["step"], step["attempt"], step["samples"], step["consumed"], step["mean_reward"], step["moved"]) == (1, 2, 2, 2, 0.625, 1)
+    (moved,) = answers(url, "moved_samples")
+    assert (moved["samples"], moved["moved"], moved["moved_percent"], moved["most_moves"]) == (2, 1, 50, 1)
+    assert answers(url, "exactly_once") == []
+    assert [row["reason"] for row in answers(url, "decisions_with_reasons")] == ["5 idle GPUs, demand for 1"]
+
+
+def test_the_life_of_a_sample_is_told_in_order(url: str) -> None:
+    written(url, history())
+    life = answers(url, "sample_life")
+    assert {row["sample_id"] for row in life} == {11}
+    assert [row["what"] for row in life] == [
+        "prompt submitted", "leased", "tokens accepted", "lease ended", "leased", "tokens accepted", "lease ended", "complete",
+        "consumed", "reopened", "group delivered", "consumed",
+    ]  # fmt: skip
+
+
+def test_what_is_in_flight_is_told_by_run_and_worker(url: str) -> None:
+    written(url, [prologue(), moved_group()[:8]])
+    (row,) = answers(url, "in_flight_by_run_and_worker")
+    assert (row["run"], row["worker_id"], row["node"], row["samples"], row["accepted_tokens"]) == ("sorting", 2, "n0", 2, 9)
+
+
+def test_a_table_shows_its_question_and_dates(url: str) -> None:
+    written(url, history())
+    text = report(url, "preemptions")
+    assert text.lstrip().startswith("Which harvested jobs lost their GPUs")
+    assert "2026-09-21 14:13:29" in text
+    assert "2 rows" in text
+
+
+def test_an_unknown_report_or_format_is_refused_with_the_choice(url: str) -> None:
+    written(url, [[]])
+    with pytest.raises(LedgerError, match="preemptions"):
+        report(url, "../ledger/next_ids")
+    with pytest.raises(LedgerError, match="table, csv, json"):
+        report(url, "preemptions", "xml")  # type: ignore[arg-type]
+
+
+def test_reports_lie_where_an_admin_looks_for_them() -> None:
+    assert Path(resources.path("sql/reports")).is_dir()
+    assert len(queries.report_names()) >= 10

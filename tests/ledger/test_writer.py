@@ -1,0 +1,427 @@
+"""What the writer promises: nothing acknowledged before it is durable, nothing lost, one writer at a time, stalls that pass."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from scavenger.errors import Fenced, LedgerError
+from scavenger.ledger import records as r
+from scavenger.ledger import transaction
+from scavenger.ledger.faults import FINAL, TRANSITIONS, WriterState, classify
+from scavenger.ledger.reader import rows
+from scavenger.ledger.store import open_engine, upgrade
+from scavenger.ledger.writer import Backoff, Writer
+from tests.ledger.conftest import new_database
+from tests.ledger.examples import everything, witness, written
+
+REMAINING_S = 30.0
+
+
+def event(n: int, size: int = 0) -> r.Event:
+    return r.Event("test", 0, str(n), "x" * size, "{}", float(n))
+
+
+def subjects(url: str) -> list[int]:
+    """The events in the ledger, in the order of their rows."""
+    engine = open_engine(url)
+    try:
+        return [int(subject) for (subject,) in rows(engine, "SELECT subject FROM events WHERE kind = 'test' ORDER BY id").rows]
+    finally:
+        engine.dispose()
+
+
+def test_every_kind_of_record_changes_its_tables(url: str) -> None:
+    written(url, everything())
+    engine = open_engine(url)
+    counts = {
+        table: rows(engine, f"SELECT count(*) FROM {table}").rows[0][0]
+        for table in sa.inspect(engine).get_table_names()
+        if table != "alembic_version"
+    }
+    derived = rows(engine, "SELECT state, moves, epoch, accepted_len, regenerated, worker_id FROM samples ORDER BY sample_id").rows
+    engine.dispose()
+    assert counts == {
+        "generations": 1, "runs": 1, "attempts": 2, "weight_versions": 2, "steps": 2, "checkpoints": 1, "groups": 1, "samples": 2,
+        "sample_ends": 6, "leases": 3, "chunks": 4, "workers": 2, "jobs": 1, "job_states": 3, "holds": 1, "cluster_samples": 1,
+        "decisions": 1, "events": 1,
+    }  # fmt: skip
+    assert derived == (("consumed", 1, 2, 9, 2, 2), ("consumed", 0, 1, 4, 0, 2))
+
+
+def test_one_transaction_or_many_leave_the_same_ledger(sqlite_url: str, tmp_path: Path) -> None:
+    other = f"sqlite:///{tmp_path / 'other.sqlite3'}"
+    written(sqlite_url, [[record] for submission in everything() for record in submission])
+    written(other, [[record for submission in everything() for record in submission]])
+    dumps = []
+    for each in (sqlite_url, other):
+        with sqlite3.connect(each.removeprefix("sqlite:///")) as connection:
+            dumps.append([line for line in connection.iterdump() if '"generations"' not in line])
+        connection.close()
+    assert dumps[0] == dumps[1]
+
+
+def test_submissions_gather_while_a_transaction_runs(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    upgrade(url)
+    entered, go_on, sizes = threading.Event(), threading.Event(), []
+    commit = transaction.commit_batch
+
+    def slow(connection: sa.Connection, generation: int, batch: int, records: list[r.Record], now: float) -> bool:
+        sizes.append(len(records))
+        entered.set()
+        assert go_on.wait(REMAINING_S)
+        return commit(connection, generation, batch, records, now)
+
+    monkeypatch.setattr("scavenger.ledger.writer.commit_batch", slow)
+    with witness(url) as w:
+        w.writer.submit(0, [event(0)])
+        assert entered.wait(REMAINING_S)
+        for ticket in range(1, 101):
+            w.writer.submit(ticket, [event(ticket)])
+        assert w.writer.backlog == 101
+        assert w.writer.backlog_bytes > 101
+        assert w.acked == [], "nothing is acknowledged before its commit"
+        go_on.set()
+        w.wait_ticket(100)
+        assert (w.writer.backlog, w.writer.backlog_bytes) == (0, 0)
+    assert sizes == [1, 100]
+    assert subjects(url) == list(range(101))
+
+
+def test_a_transaction_has_a_largest_size(url: str) -> None:
+    upgrade(url)
+    with witness(url, max_batch_bytes=5_000) as w:
+        for ticket in range(40):
+            w.writer.submit(ticket, [event(ticket, 2_000)])
+        w.wait_ticket(39)
+    assert len(w.acked) >= 20
+    assert subjects(url) == list(range(40))
+
+
+def test_an_empty_submission_is_acknowledged_in_its_turn(url: str) -> None:
+    upgrade(url)
+    with witness(url) as w:
+        w.writer.submit(3, [])
+        w.writer.submit(5, [event(1)])
+        w.writer.submit(9, [])
+        w.wait_ticket(9)
+        with pytest.raises(LedgerError, match="does not follow"):
+            w.writer.submit(9, [])
+
+
+def test_a_newer_writer_fences_the_older_one(url: str) -> None:
+    upgrade(url)
+    with witness(url) as old, witness(url) as new:
+        assert (old.writer.generation, new.writer.generation) == (1, 2)
+        new.writer.submit(1, [event(2)])
+        new.wait_ticket(1)
+        old.writer.submit(1, [event(1)])
+        old.wait_state(WriterState.FENCED)
+        assert "generation 2 (host host, pid 1)" in old.states[-1][1]
+        with pytest.raises(Fenced, match="another daemon owns this ledger"):
+            old.writer.submit(2, [event(3)])
+        assert old.acked == []
+        assert not old.writer.close(drain=True, timeout=1)
+        new.writer.submit(2, [event(4)])
+        new.wait_ticket(2)
+    assert subjects(url) == [2, 4]
+
+
+def test_what_was_committed_before_a_newer_generation_stays_acknowledged(url: str) -> None:
+    """The answer to a commit is lost, then another daemon takes over: the tickets are durable, and the writer may say so."""
+    upgrade(url)
+    engine = open_engine(url)
+    generation = transaction.grant_generation(engine, "h", 1, "v", 0.0)
+    with transaction.open_connection(engine) as connection:
+        assert transaction.commit_batch(connection, generation, 1, [event(1)], 0.0)
+    transaction.grant_generation(engine, "h", 2, "v", 0.0)
+    with transaction.open_connection(engine) as connection:
+        assert not transaction.commit_batch(connection, generation, 1, [event(1)], 0.0)
+        with pytest.raises(Fenced):
+            transaction.commit_batch(connection, generation, 2, [event(2)], 0.0)
+    engine.dispose()
+    assert subjects(url) == [1]
+
+
+def test_a_commit_whose_answer_was_lost_is_not_repeated(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    upgrade(url)
+    commit, calls = transaction.commit_batch, []
+
+    def lossy(connection: sa.Connection, generation: int, batch: int, records: list[r.Record], now: float) -> bool:
+        done = commit(connection, generation, batch, records, now)
+        calls.append(done)
+        if len(calls) == 1:
+            raise sa.exc.DBAPIError("COMMIT", None, Exception("gone"), connection_invalidated=True)
+        return done
+
+    monkeypatch.setattr("scavenger.ledger.writer.commit_batch", lossy)
+    with witness(url) as w:
+        w.writer.submit(0, [event(0)])
+        w.wait_ticket(0)
+        w.writer.submit(1, [event(1)])
+        w.wait_ticket(1)
+        assert [state for state, _ in w.states] == [WriterState.LOST_CONNECTION, WriterState.OK]
+    assert calls == [True, False, True]
+    assert subjects(url) == [0, 1]
+
+
+def test_a_record_that_names_no_row_stops_the_writer_and_writes_nothing(url: str) -> None:
+    upgrade(url)
+    with witness(url) as w:
+        w.writer.submit(0, [event(0), r.SampleFinished(99, "stop", 1, 0.0)])
+        w.wait_state(WriterState.FAILED)
+        assert "SampleFinished" in w.states[-1][1]
+        assert w.acked == []
+        with pytest.raises(LedgerError, match="FAILED"):
+            w.writer.submit(1, [event(1)])
+    assert subjects(url) == []
+
+
+def test_a_record_that_exists_already_stops_the_writer(url: str) -> None:
+    written(url, everything())
+    with witness(url) as w:
+        w.writer.submit(0, [everything()[0][0]])
+        w.wait_state(WriterState.FAILED)
+        assert w.acked == []
+
+
+def test_close_drains(url: str) -> None:
+    upgrade(url)
+    with witness(url) as w:
+        for ticket in range(200):
+            w.writer.submit(ticket, [event(ticket)])
+        assert w.writer.close(drain=True, timeout=REMAINING_S)
+        assert w.acked[-1] == 199
+        assert w.writer.state is WriterState.CLOSED
+        with pytest.raises(LedgerError, match="CLOSED"):
+            w.writer.submit(200, [])
+    assert subjects(url) == list(range(200))
+
+
+# ---------------------------------------------------------------- stalls
+
+
+def test_a_full_database_stalls_and_resumes(sqlite_url: str) -> None:
+    """SQLite's own SQLITE_FULL, by a limit on pages that each new connection gets."""
+    upgrade(sqlite_url)
+    with sqlite3.connect(sqlite_url.removeprefix("sqlite:///")) as connection:
+        pages = connection.execute("PRAGMA page_count").fetchone()[0]
+    connection.close()
+    limit = [pages + 20]
+    with witness(sqlite_url) as w:
+
+        def limited(driver: sqlite3.Connection, record: object) -> None:
+            driver.execute(f"PRAGMA max_page_count={limit[0]}")
+
+        sa.event.listen(w.writer.engine, "connect", limited)
+        for ticket in range(10):
+            w.writer.submit(ticket, [event(ticket, 20_000)])
+        w.wait_state(WriterState.STALLED_DISK_FULL)
+        assert "SQLITE_FULL" in w.states[-1][1]
+        w.writer.submit(10, [event(10)])
+        acked = w.acked[-1] if w.acked else -1
+        assert set(range(acked + 1)) == set(subjects(sqlite_url)), "acknowledged is what is there"
+        assert w.writer.backlog == 10 - acked
+        limit[0] = 1_000_000
+        w.wait_ticket(10)
+        assert w.states[-1][0] is WriterState.OK
+    assert subjects(sqlite_url) == list(range(11))
+
+
+@contextmanager
+def _small_disk(where: Path, nbytes: int) -> Iterator[Path]:
+    where.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("needs root to mount a tmpfs")
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", str(where)], capture_output=True, text=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.strip()}")
+    try:
+        yield where
+    finally:
+        subprocess.run(["umount", str(where)], check=True)
+
+
+def test_a_full_disk_stalls_and_resumes(tmp_path: Path) -> None:
+    with _small_disk(tmp_path / "disk", 4 * 1024 * 1024) as disk:
+        url = f"sqlite:///{disk / 'ledger.sqlite3'}"
+        upgrade(url)
+        ballast = disk / "ballast"
+        ballast.write_bytes(bytes(3 * 1024 * 1024))
+        with witness(url) as w:
+            for ticket in range(30):
+                w.writer.submit(ticket, [event(ticket, 50_000)])
+            w.wait_state(WriterState.STALLED_DISK_FULL)
+            acked = w.acked[-1] if w.acked else -1
+            assert acked < 29
+            assert max(subjects(url), default=-1) == acked
+            ballast.unlink()
+            w.wait_ticket(29)
+            assert w.states[-1][0] is WriterState.OK
+            assert subjects(url) == list(range(30))
+            assert w.writer.close()
+
+
+def test_a_locked_ledger_stalls_and_resumes(sqlite_url: str) -> None:
+    upgrade(sqlite_url)
+    with witness(sqlite_url) as w:
+        holder = sqlite3.connect(sqlite_url.removeprefix("sqlite:///"), isolation_level=None)
+        holder.execute("BEGIN IMMEDIATE")
+        w.writer.submit(0, [event(0)])
+        w.wait_state(WriterState.STALLED_LOCKED)
+        assert w.acked == []
+        holder.execute("ROLLBACK")
+        holder.close()
+        w.wait_ticket(0)
+
+
+def test_a_reader_in_a_long_transaction_does_not_stop_the_writer(sqlite_url: str) -> None:
+    upgrade(sqlite_url)
+    with witness(sqlite_url) as w:
+        reader = sqlite3.connect(sqlite_url.removeprefix("sqlite:///"), isolation_level=None)
+        reader.execute("BEGIN")
+        reader.execute("SELECT count(*) FROM events").fetchone()
+        w.writer.submit(0, [event(0)])
+        w.wait_ticket(0)
+        reader.close()
+
+
+def test_a_writer_that_is_stalled_can_be_closed_and_says_what_is_not_durable(sqlite_url: str) -> None:
+    upgrade(sqlite_url)
+    with witness(sqlite_url) as w:
+        holder = sqlite3.connect(sqlite_url.removeprefix("sqlite:///"), isolation_level=None)
+        holder.execute("BEGIN IMMEDIATE")
+        w.writer.submit(0, [event(0)])
+        w.wait_state(WriterState.STALLED_LOCKED)
+        assert not w.writer.close(drain=True, timeout=1.2)
+        assert w.writer.reason == "closed with 1 records not written"
+        holder.close()
+    assert subjects(sqlite_url) == []
+
+
+@pytest.mark.postgres
+def test_a_lost_connection_is_made_again(postgres: sa.URL) -> None:
+    url = new_database(postgres)
+    upgrade(url)
+    with witness(url) as w:
+        w.writer.submit(0, [event(0)])
+        w.wait_ticket(0)
+        engine = open_engine(url)
+        with engine.connect() as connection:
+            ended = connection.exec_driver_sql(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+            )
+            assert ended.rowcount == 1
+        engine.dispose()
+        w.writer.submit(1, [event(1)])
+        w.wait_ticket(1)
+        assert [state for state, _ in w.states] == [WriterState.LOST_CONNECTION, WriterState.OK]
+    assert subjects(url) == [0, 1]
+
+
+def test_the_states_are_a_table() -> None:
+    assert set(TRANSITIONS) == set(WriterState)
+    assert all(TRANSITIONS[state] <= {WriterState.CLOSED} for state in FINAL)
+    assert all(WriterState.OK in TRANSITIONS[state] for state in set(WriterState) - FINAL - {WriterState.OK})
+
+
+def _sqlite_error(code: int) -> sqlite3.Error:
+    error = sqlite3.OperationalError("x")
+    error.sqlite_errorcode = code
+    return error
+
+
+class _PostgresError(Exception):
+    def __init__(self, sqlstate: str) -> None:
+        super().__init__("x")
+        self.sqlstate = sqlstate
+
+
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [
+        (_sqlite_error(sqlite3.SQLITE_FULL), WriterState.STALLED_DISK_FULL),
+        (_sqlite_error(sqlite3.SQLITE_READONLY_DBMOVED), WriterState.STALLED_READONLY),
+        (_sqlite_error(sqlite3.SQLITE_BUSY_SNAPSHOT), WriterState.STALLED_LOCKED),
+        (_sqlite_error(sqlite3.SQLITE_IOERR_WRITE), WriterState.STALLED_IO),
+        (_sqlite_error(sqlite3.SQLITE_IOERR_FSYNC), WriterState.FAILED),
+        (_sqlite_error(sqlite3.SQLITE_CORRUPT), WriterState.FAILED),
+        (_PostgresError("53100"), WriterState.STALLED_DISK_FULL),
+        (_PostgresError("40P01"), WriterState.STALLED_LOCKED),
+        (_PostgresError("57P01"), WriterState.LOST_CONNECTION),
+        (_PostgresError("08006"), WriterState.LOST_CONNECTION),
+        (_PostgresError("25006"), WriterState.STALLED_READONLY),
+        (_PostgresError("23505"), WriterState.FAILED),
+        (Fenced("x"), WriterState.FENCED),
+    ],
+)
+def test_an_error_has_one_meaning(error: Exception, state: WriterState) -> None:
+    assert classify(error) is state
+    wrapped = sa.exc.DBAPIError("SELECT 1", None, error)
+    assert classify(wrapped if not isinstance(error, Fenced) else error) is state
+
+
+def test_pauses_grow_up_to_a_bound() -> None:
+    backoff = Backoff(0.1, 2.0)
+    assert [backoff.pause_s(tries) for tries in (0, 1, 2, 5, 1000)] == [0.1, 0.2, 0.4, 2.0, 2.0]
+
+
+# ---------------------------------------------------------------- death
+
+ENDLESS = """
+import sys, time
+from scavenger.ledger import records as r
+from scavenger.ledger.writer import Writer
+
+def acked(ticket):
+    sys.stdout.write(f"{ticket}\\n")
+    sys.stdout.flush()
+
+writer = Writer(sys.argv[1], "host", 1, "test", time.time, on_commit=acked)
+writer.start()
+first = int(sys.argv[2])
+for ticket in range(first, first + 10_000_000):
+    while writer.backlog > 500:
+        time.sleep(0.001)
+    writer.submit(ticket, [r.Event("test", 0, str(ticket), "x" * 200, "{}", 0.0)] * 1)
+"""
+
+
+def test_what_was_acknowledged_outlives_kill_9(url: str) -> None:
+    upgrade(url)
+    last = -1
+    for _ in range(3):
+        child = subprocess.Popen([sys.executable, "-c", ENDLESS, url, str(last + 1)], stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None
+        deadline = time.monotonic() + REMAINING_S
+        first = last
+        while last < first + 300 and time.monotonic() < deadline:
+            last = int(child.stdout.readline())
+        child.send_signal(signal.SIGKILL)
+        last = max([last, *(int(line) for line in child.stdout.read().splitlines() if line)])
+        child.wait()
+        child.stdout.close()
+        found = subjects(url)
+        assert found == list(range(len(found))), "in order, without a gap, none twice"
+        assert len(found) > last, "every acknowledged ticket is there"
+        last = len(found) - 1
+    engine = open_engine(url)
+    assert rows(engine, "SELECT max(generation) FROM generations").rows == ((3,),)
+    engine.dispose()
+
+
+def test_the_writer_reports_a_ledger_that_cannot_be_opened(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LedgerError, match="cannot be opened"):
+        Writer(f"sqlite:///{tmp_path / 'file' / 'ledger.sqlite3'}", "host", 1, "test", time.time)
