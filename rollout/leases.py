@@ -22,6 +22,7 @@ class HeldLease:
         self.sent = self.base
         self.finish: str | None = None
         self.finish_sent = False
+        self._finish_acked = False
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._raw: list[float] = []
@@ -46,8 +47,8 @@ class HeldLease:
 
     @property
     def settled(self) -> bool:
-        """Nothing is left to do: it is complete and durable. The finish is durable with the last token, or was sent alone."""
-        return self.finish is not None and not self._tokens and (self.length > self.base or self.finish_sent)
+        """Nothing is left to do: it is complete and durable. A finish is durable with the token that it came with."""
+        return self.finish is not None and not self._tokens and (self.length > self.base or self._finish_acked)
 
     def request(self) -> Request:
         """The engine's request: what is left of the sample's one token budget."""
@@ -73,6 +74,7 @@ class HeldLease:
 
     def acked(self, length: int) -> bool:
         """Tokens below `length` are durable. True when that is news."""
+        self._finish_acked = self._finish_acked or (self.finish_sent and length >= self.length)
         # Never beyond what we have: the rest of it is another worker's, and a Revoke is on its way.
         news = min(length, self.length) - self.durable
         if news <= 0:
@@ -141,6 +143,10 @@ class LeaseTable:
     def unacked(self) -> int:
         """Tokens kept because they are not durable yet."""
         return sum(held.unacked for held in self._by_sample.values())
+
+    def unsettled(self) -> bool:
+        """Whether the daemon owes an ack."""
+        return any(held.unacked or held.finish is not None for held in self._by_sample.values())
 
     def held(self) -> tuple[Held, ...]:
         return tuple(held.held() for held in self._by_sample.values())

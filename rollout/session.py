@@ -83,7 +83,8 @@ class Session:
         self._spec: wire.EngineSpec | None = None
         self._wanted: wire.UseWeights | None = None  # being pulled or loaded
         self._waiting: list[wire.Lease] = []  # assigned for the version that is being loaded
-        self._asleep = False
+        self._asleep = False  # asked to be
+        self._slept = False  # and is
         self._leaving: Leave | None = None
         self._leave_by = 0.0
         self._heard_at = now
@@ -105,17 +106,17 @@ class Session:
             EngineDied: lambda e, now: self._leave(Leave(EXIT_ENGINE_FAILED, e.reason), self._limits.drain_s, now),
             Loaded: self._loaded,
             LoadFailed: self._load_failed,
-            Slept: lambda _, __: self._send(wire.Asleep()),
+            Slept: self._fell_asleep,
             Terminate: lambda e, now: self._leave(Leave(EXIT_PREEMPTED, e.reason), self._limits.notice_s, now),
             Tick: lambda _, __: [],
         }
         self._on_message: dict[type[wire.Message], Callable[[Any, float], list[Action]]] = {
             wire.Welcome: self._welcomed,
             wire.Rejected: self._rejected,
-            wire.HelloAgain: lambda m, now: [Note("hello-again", m.reason), *self._greet(now)],
+            wire.HelloAgain: self._greet_again,
             wire.HeartbeatAck: lambda _, __: [],
             wire.UseWeights: self._use_weights,
-            wire.Assign: lambda m, now: [a for lease in m.leases for a in self._assigned(lease, now)],
+            wire.Assign: self._assign,
             wire.Revoke: self._revoked,
             wire.Ack: self._acked,
             wire.Sleep: self._sleep,
@@ -185,6 +186,10 @@ class Session:
         )
         return [Send(hello)]
 
+    def _greet_again(self, message: wire.HelloAgain, now: float) -> list[Action]:
+        # Several messages may each have been answered so; one hello answers all.
+        return [Note("hello-again", message.reason), *self._greet(now)] if self.phase is Phase.JOINED else []
+
     def _reconnect(self, now: float) -> list[Action]:
         self._enter(Phase.CONNECTING)
         limits = self._limits
@@ -211,7 +216,9 @@ class Session:
         if first:
             self._spec = welcome.engine
             return [note, Build(welcome.engine)]
-        return [note, *self._flush()]
+        # What could not be said while the connection was away; everything else is in the hello.
+        asleep: list[Action] = [Send(wire.Asleep())] if self._asleep and self._slept else []
+        return [note, *self._flush(), *asleep]
 
     def _rejected(self, message: wire.Rejected, now: float) -> list[Action]:
         if message.retry:
@@ -250,7 +257,7 @@ class Session:
         self._heartbeat_at = now + heartbeat_s
         rate = self._rate_tokens / max(now - self._rate_since, 1e-9)
         self._rate_tokens, self._rate_since = 0, now
-        if self.leases.unacked() and now - self._acked_at >= self._limits.missed_heartbeats * heartbeat_s:
+        if self.leases.unsettled() and now - self._acked_at >= self._limits.missed_heartbeats * heartbeat_s:
             # The daemon answers and yet acks nothing: a message was lost. Sending again is a no-op if it was not.
             self._acked_at = now
             for held in self.leases.all():
@@ -272,13 +279,13 @@ class Session:
         actions: list[Action] = []
         while chunks := self.leases.chunks(self._limits.message_tokens):
             actions.append(Send(wire.Chunks(tuple(chunks))))
-        for held in self.leases.all():
-            self._settle(held)
         return actions
 
     def _generated(self, deltas: Iterable[Delta], now: float) -> list[Action]:
         actions: list[Action] = []
         welcome = self._welcome
+        if not self.leases.unsettled():
+            self._acked_at = now  # nothing was owed until now
         for delta in deltas:
             held = self.leases.of_handle(delta.handle)
             if held is None or self._leaving:
@@ -297,14 +304,13 @@ class Session:
     def _acked(self, message: wire.Ack, now: float) -> list[Action]:
         for durable in message.durable:
             held = self.leases.find(durable.sample_id, durable.epoch)
-            if held is not None and held.acked(durable.length):
+            if held is None:
+                continue
+            if held.acked(durable.length):
                 self._acked_at = now
-                self._settle(held)
+            if held.settled:
+                self.leases.drop(held)
         return []
-
-    def _settle(self, held: HeldLease) -> None:
-        if held.settled:
-            self.leases.drop(held)
 
     def _fail_handle(self, handle: int, reason: str) -> list[Action]:
         held = self.leases.of_handle(handle)
@@ -317,9 +323,14 @@ class Session:
 
     # ------------------------------------------------------------ leases
 
+    def _assign(self, message: wire.Assign, now: float) -> list[Action]:
+        if self._leaving:
+            return []  # not held: the goodbye, and every heartbeat, says so
+        # Only the awake are given work: if the Wake was lost, this is it.
+        actions = self._wake(wire.Wake(), now)
+        return actions + [action for lease in message.leases for action in self._assigned(lease, now)]
+
     def _assigned(self, lease: wire.Lease, now: float) -> list[Action]:
-        if self._leaving or self._asleep:
-            return []  # not held, and the next heartbeat says so
         present = self.leases.find(lease.sample_id)
         if present is not None and present.lease.epoch >= lease.epoch:
             return []  # a repeat
@@ -378,15 +389,21 @@ class Session:
 
     def _sleep(self, _message: wire.Sleep, _now: float) -> list[Action]:
         if self._asleep:
-            return self._send(wire.Asleep())
+            return self._send(wire.Asleep()) if self._slept else []
         self._asleep, self._waiting = True, []
         return [*self._flush(), *self._forget(self.leases.all()), SleepEngine()]
 
     def _wake(self, _message: wire.Wake, _now: float) -> list[Action]:
         if not self._asleep:
             return []
-        self._asleep = False
+        self._asleep = self._slept = False
         return [WakeEngine()]
+
+    def _fell_asleep(self, _event: Slept, _now: float) -> list[Action]:
+        if not self._asleep:
+            return []  # woken meanwhile: the engine does both in order
+        self._slept = True
+        return self._send(wire.Asleep())
 
     # ------------------------------------------------------------ leaving
 

@@ -350,7 +350,13 @@ def test_pace_bounds_each_samples_rate(factory: Factory) -> None:
 
 def test_a_config_that_names_no_causal_lm_is_refused(factory: Factory) -> None:
     async def main() -> None:
-        for text in ("[]", "{", '{"model_type": "no-such"}', '{"vocab_size": 3}', models.config_text(layer_types=["sliding_attention"] * 2)):
+        for text in (
+            "[]",
+            "{",
+            '{"model_type": "no-such"}',
+            '{"vocab_size": 3}',
+            models.config_text(layer_types=["sliding_attention"] * 2),
+        ):
             with pytest.raises(EngineError):
                 await factory(models.spec(text))
         with pytest.raises(EngineError, match="dtype"):

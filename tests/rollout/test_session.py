@@ -1,0 +1,476 @@
+"""The worker's session as a pure state machine: what is held, sent, resent and said, without a socket."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
+
+import pytest
+
+from rollout.engines.base import Delta
+from rollout.events import (
+    EXIT_DRAINED,
+    EXIT_ENGINE_FAILED,
+    EXIT_NO_DAEMON,
+    EXIT_PREEMPTED,
+    EXIT_REFUSED,
+    Abort,
+    Action,
+    Add,
+    AddRefused,
+    Build,
+    Connect,
+    Connected,
+    EngineDied,
+    Event,
+    Generated,
+    Identity,
+    KeyRefused,
+    Leave,
+    Limits,
+    Load,
+    Loaded,
+    LoadFailed,
+    Phase,
+    Received,
+    Send,
+    SleepEngine,
+    Slept,
+    Terminate,
+    Tick,
+    Unreachable,
+    WakeEngine,
+)
+from rollout.session import LEGAL, IllegalTransition, Session
+from scavenger import wire
+from scavenger.wire import Chunk, EngineSpec, Held, Lease, SampleKey, Sampling, pack_tokens, unpack_tokens
+
+ME = Identity("harvested", "run", "5e55", 0, 17, "node1", 1, "reference", "0", 99)
+SPEC = EngineSpec("reference", "{}", "float64", 8, 128)
+WELCOME = wire.Welcome(3, 1, "run", SPEC, heartbeat_s=1.0, flush_ms=100.0, flush_tokens=4)
+LIMITS = Limits()
+A = TypeVar("A", bound=Action)
+
+
+def lease(sample: int, epoch: int = 1, version: int = 7, accepted: Sequence[int] = (), most: int = 10, stop: tuple[int, ...] = ()) -> Lease:
+    sampling = Sampling(most, stop_token_ids=stop)
+    return Lease(sample, epoch, version, pack_tokens((1, 2)), pack_tokens(accepted), sampling, 5, SampleKey("train", 0, sample, 0))
+
+
+class Talk:
+    """A session with a clock; remembers what it asked for."""
+
+    def __init__(self, limits: Limits = LIMITS) -> None:
+        self.now = 100.0
+        self.session = Session(ME, limits, self.now)
+        self.log: list[Action] = []
+
+    def do(self, event: Event) -> list[Action]:
+        actions = self.session.handle(event, self.now)
+        self.log += actions
+        return actions
+
+    def hear(self, message: wire.ToWorker) -> list[Action]:
+        return self.do(Received(message))
+
+    def wait(self, seconds: float) -> list[Action]:
+        """Let time pass, with a Tick at each deadline."""
+        end, made = self.now + seconds, []
+        while (due := self.session.next_deadline()) <= end and self.session.phase is not Phase.GONE:
+            self.now = max(due, self.now)
+            made += self.do(Tick())
+        self.now = end
+        return made
+
+    def made(self, sample: int, *tokens: int, finish: str | None = None) -> list[Action]:
+        held = self.session.leases.find(sample)
+        assert held is not None
+        logprobs = tuple(-float(t) for t in tokens)
+        return self.do(Generated((Delta(held.handle, tokens, logprobs, logprobs, finish),)))
+
+    def joined(self, version: int = 7) -> Talk:
+        self.do(Connected())
+        self.hear(WELCOME)
+        self.hear(wire.UseWeights(version, b"", ()))
+        self.do(Loaded(version, b"root", 0.1, 0.1))
+        self.log.clear()
+        return self
+
+    def assign(self, *leases: Lease) -> list[Action]:
+        return self.hear(wire.Assign(leases))
+
+
+def of(kind: type[A], actions: Iterable[Action]) -> list[A]:
+    return [a for a in actions if isinstance(a, kind)]
+
+
+def sent(actions: Iterable[Action]) -> list[wire.WorkerMessage]:
+    return [a.message for a in of(Send, actions)]
+
+
+def chunks(actions: Iterable[Action]) -> list[Chunk]:
+    return [c for m in sent(actions) if isinstance(m, wire.Chunks) for c in m.chunks]
+
+
+def test_a_first_connection_greets_builds_loads_and_works() -> None:
+    t = Talk()
+    (hello,) = sent(t.do(Connected()))
+    assert isinstance(hello, wire.WorkerHello)
+    assert (hello.session, hello.loaded_version, hello.held) == ("5e55", -1, ())
+    assert Build(SPEC) in t.hear(WELCOME)
+    use = wire.UseWeights(7, b"m", ())
+    assert Load(use) in t.hear(use)
+    assert t.assign(lease(1)) == []  # waits for its version
+    actions = t.do(Loaded(7, b"root", 1.0, 2.0))
+    assert sent(actions) == [wire.WeightsLoaded(7, b"root", 1.0, 2.0)]
+    (add,) = of(Add, actions)
+    assert (add.request.prompt, add.request.accepted, add.request.max_new_tokens) == ((1, 2), (), 10)
+
+
+def test_tokens_leave_after_flush_ms_or_flush_tokens_in_one_message() -> None:
+    t = Talk().joined()
+    t.assign(lease(1), lease(2))
+    assert not sent(t.made(1, 11))
+    assert not sent(t.made(2, 21))
+    t.now += 0.09
+    assert not sent(t.do(Tick()))
+    t.now += 0.01
+    (message,) = sent(t.do(Tick()))
+    assert isinstance(message, wire.Chunks)
+    assert [(c.sample_id, c.offset, unpack_tokens(c.tokens)) for c in message.chunks] == [(1, 0, (11,)), (2, 0, (21,))]
+    (chunk,) = chunks(t.made(1, 12, 13, 14, 15))
+    assert (chunk.offset, unpack_tokens(chunk.tokens), chunk.version, chunk.epoch) == (1, (12, 13, 14, 15), 7, 1)
+    assert wire.unpack_logprobs(chunk.logprobs) == (-12.0, -13.0, -14.0, -15.0)
+
+
+def test_a_continued_sample_counts_offsets_from_its_accepted_tokens() -> None:
+    t = Talk().joined()
+    (add,) = of(Add, t.assign(lease(1, epoch=4, accepted=(8, 9))))
+    assert (add.request.accepted, add.request.max_new_tokens) == ((8, 9), 8)
+    (chunk,) = chunks(t.made(1, 1, 2, 3, 4))
+    assert (chunk.offset, chunk.epoch) == (2, 4)
+    (beat,) = [m for m in sent(t.wait(1.0)) if isinstance(m, wire.Heartbeat)]
+    assert beat.held == (Held(1, 4, 6),)
+
+
+def test_a_finished_lease_is_held_until_all_of_it_is_durable() -> None:
+    t = Talk().joined()
+    t.assign(lease(1))
+    t.made(1, 1, 2, 3, 4, 5, finish="stop")
+    (chunk,) = chunks(t.log)
+    assert chunk.finish == "stop"
+    t.hear(wire.Ack((Held(1, 1, 4),)))
+    assert t.session.leases.held() == (Held(1, 1, 5),)
+    t.hear(wire.Ack((Held(1, 2, 5),)))  # another epoch's
+    assert t.session.leases.held() == (Held(1, 1, 5),)
+    t.hear(wire.Ack((Held(1, 1, 5),)))
+    assert t.session.leases.held() == ()
+
+
+@pytest.mark.parametrize(("accepted", "finish"), [((1, 2, 3), "length"), ((1, 9), "stop")])
+def test_a_sample_that_is_complete_already_says_so_without_a_token(accepted: tuple[int, ...], finish: str) -> None:
+    t = Talk().joined()
+    actions = t.assign(lease(1, accepted=accepted, most=3, stop=(9,)))
+    assert not of(Add, actions)
+    (chunk,) = chunks(actions)
+    assert (chunk.offset, chunk.tokens, chunk.finish) == (len(accepted), b"", finish)
+    assert t.session.leases.held()
+    t.hear(wire.Ack((Held(1, 1, len(accepted)),)))
+    assert t.session.leases.held() == ()
+
+
+def test_after_a_reconnect_everything_above_the_durable_length_is_sent_again() -> None:
+    t = Talk().joined()
+    t.assign(lease(1))
+    before = chunks(t.made(1, 1, 2, 3, 4))
+    t.hear(wire.Ack((Held(1, 1, 2),)))
+    (hello,) = sent(t.hear(wire.HelloAgain("restarted")))
+    assert isinstance(hello, wire.WorkerHello)
+    assert (hello.session, hello.loaded_version, hello.held) == ("5e55", 7, (Held(1, 1, 4),))
+    assert not sent(t.made(1, 5, 6, 7, 8))  # kept: nobody listens
+    after = chunks(t.hear(WELCOME))
+    assert not of(Build, t.log)
+    assert [(c.offset, unpack_tokens(c.tokens)) for c in after] == [(2, (3, 4, 5, 6, 7, 8))]
+    assert before[0].tokens[8:] == after[0].tokens[:8]
+    assert before[0].logprobs[8:] == after[0].logprobs[:8]
+
+
+def test_three_unanswered_heartbeats_mean_a_new_socket() -> None:
+    t = Talk().joined()
+    actions = t.wait(3.5)
+    assert len([m for m in sent(actions) if isinstance(m, wire.Heartbeat)]) == 3
+    assert not of(Connect, actions)
+    (connect,) = of(Connect, t.wait(1.0))
+    assert connect.delay_s <= LIMITS.backoff_s
+    assert t.session.phase is Phase.CONNECTING
+
+
+def test_any_answer_keeps_the_connection() -> None:
+    t = Talk().joined()
+    for _ in range(20):
+        assert not of(Connect, t.wait(1.0))
+        t.hear(wire.HeartbeatAck(1))
+
+
+def test_a_stopped_process_goes_on_after_sigcont_without_a_new_socket() -> None:
+    t = Talk().joined()
+    t.now += 300.0
+    assert not of(Connect, t.do(Tick()))
+    t.hear(wire.HeartbeatAck(1))
+    assert t.session.phase is Phase.JOINED
+
+
+def test_lost_chunks_are_sent_again_while_the_daemon_answers() -> None:
+    t = Talk().joined()
+    t.assign(lease(1))
+    t.made(1, 1, 2, 3, 4)
+    t.log.clear()
+    for _ in range(4):
+        t.wait(1.0)
+        t.hear(wire.HeartbeatAck(1))
+    again = chunks(t.log)
+    assert [(c.offset, unpack_tokens(c.tokens)) for c in again][:1] == [(0, (1, 2, 3, 4))]
+
+
+def test_waits_between_connects_grow_to_a_bound() -> None:
+    t, delays = Talk(), []
+    for _ in range(12):
+        delays += [a.delay_s for a in of(Connect, t.do(Unreachable("no file")))]
+    assert delays == sorted(delays)
+    assert delays[-1] == LIMITS.backoff_max_s / 2  # jitter 0 takes the lower half
+    t.do(Connected())
+    assert of(Connect, t.wait(LIMITS.hello_s))
+
+
+def test_the_engine_pauses_at_the_bound_of_unacked_tokens_and_goes_on_after_the_ack() -> None:
+    t = Talk(Limits(max_unacked=8)).joined()
+    t.assign(lease(1, most=100))
+    t.made(1, *range(7))
+    assert t.session.may_generate
+    t.made(1, 7)
+    assert not t.session.may_generate
+    t.hear(wire.Ack((Held(1, 1, 8),)))
+    assert t.session.may_generate
+
+
+def test_a_revoke_drops_at_once_and_only_its_epoch() -> None:
+    t = Talk().joined()
+    t.assign(lease(1), lease(2, epoch=3))
+    t.made(1, 1)
+    handle = t.session.leases.find(1).handle  # type: ignore[union-attr]
+    assert of(Abort, t.hear(wire.Revoke(((1, 1), (2, 2)), "moved"))) == [Abort((handle,))]
+    assert t.session.leases.held() == (Held(2, 3, 0),)
+    t.do(Generated((Delta(handle, (5,), (0.0,), (0.0,)),)))  # was under way
+    assert not chunks(t.wait(0.2))
+
+
+def test_a_later_epoch_of_a_held_sample_replaces_it_and_a_repeat_does_nothing() -> None:
+    t = Talk().joined()
+    t.assign(lease(1))
+    t.made(1, 1, 2)
+    assert t.assign(lease(1)) == []
+    actions = t.assign(lease(1, epoch=2, accepted=(1,)))
+    assert of(Abort, actions)
+    assert of(Add, actions)
+    assert t.session.leases.held() == (Held(1, 2, 1),)
+    assert t.assign(lease(1)) == []
+
+
+def test_an_assignment_for_another_version_is_not_held() -> None:
+    t = Talk().joined()
+    assert not of(Add, t.assign(lease(1, version=6)))
+    assert t.session.leases.held() == ()
+
+
+def test_new_weights_end_running_leases_flush_first_and_keep_finished_ones() -> None:
+    t = Talk().joined()
+    t.assign(lease(1), lease(2))
+    t.made(1, 1)
+    t.made(2, 2, finish="stop")
+    actions = t.hear(wire.UseWeights(8, b"m", ()))
+    assert {c.sample_id for c in chunks(actions)} == {1, 2}
+    assert len(of(Abort, actions)) == len(of(Load, actions)) == 1
+    assert t.session.leases.held() == (Held(2, 1, 1),)
+    assert t.hear(wire.UseWeights(8, b"m", ())) == []  # a repeat while it loads
+    t.do(Loaded(8, b"r8", 0.0, 0.0))
+    assert sent(t.hear(wire.UseWeights(8, b"m", ()))) == [wire.WeightsLoaded(8, b"r8")]
+
+
+def test_a_version_that_was_superseded_while_loading_is_not_announced() -> None:
+    t = Talk().joined()
+    t.hear(wire.UseWeights(8, b"", ()))
+    t.hear(wire.UseWeights(9, b"", ()))
+    assert not sent(t.do(Loaded(8, b"r8", 0.0, 0.0)))
+    assert sent(t.do(Loaded(9, b"r9", 0.0, 0.0))) == [wire.WeightsLoaded(9, b"r9")]
+
+
+def test_weights_that_fail_are_reported_and_may_be_asked_again() -> None:
+    t = Talk().joined()
+    t.hear(wire.UseWeights(8, b"", ()))
+    assert sent(t.do(LoadFailed(8, "hash"))) == [wire.WeightsFailed(8, "hash")]
+    assert of(Load, t.hear(wire.UseWeights(8, b"", ())))
+
+
+def test_sleep_flushes_then_aborts_then_answers() -> None:
+    t = Talk().joined()
+    t.assign(lease(1))
+    t.made(1, 1)
+    actions = t.hear(wire.Sleep())
+    assert [type(a) for a in actions] == [Send, Abort, SleepEngine]
+    assert t.session.leases.held() == ()
+    assert sent(t.do(Slept())) == [wire.Asleep()]
+    assert sent(t.hear(wire.Sleep())) == [wire.Asleep()]
+    assert of(WakeEngine, t.hear(wire.Wake()))
+    assert t.hear(wire.Wake()) == []
+    assert of(Add, t.assign(lease(1, epoch=2)))
+
+
+def test_falling_asleep_while_disconnected_is_told_after_the_welcome() -> None:
+    t = Talk().joined()
+    t.hear(wire.Sleep())
+    t.hear(wire.HelloAgain("restarted"))
+    assert not sent(t.do(Slept()))
+    assert wire.Asleep() in sent(t.hear(WELCOME))
+
+
+def test_work_for_a_sleeper_means_that_the_wake_was_lost() -> None:
+    t = Talk().joined()
+    t.hear(wire.Sleep())
+    t.do(Slept())
+    assert [type(a) for a in t.assign(lease(1))] == [WakeEngine, Add]
+
+
+def test_a_failed_sample_leaves_what_it_made_before() -> None:
+    t = Talk().joined()
+    t.assign(lease(1), lease(2))
+    t.made(1, 1)
+    handle = t.session.leases.find(1).handle  # type: ignore[union-attr]
+    messages = sent(t.do(Generated((Delta(handle, (), (), (), error="NaN"),))))
+    assert [type(m) for m in messages] == [wire.Chunks, wire.SampleFailed]
+    assert messages[1] == wire.SampleFailed(1, 1, "NaN")
+    handle = t.session.leases.find(2).handle  # type: ignore[union-attr]
+    assert sent(t.do(AddRefused(handle, "too long"))) == [wire.SampleFailed(2, 1, "too long")]
+
+
+def test_sigterm_flushes_says_goodbye_and_leaves_on_the_ack_or_in_time() -> None:
+    for ack in (True, False):
+        t = Talk().joined()
+        t.assign(lease(1))
+        t.made(1, 1, 2)
+        actions = t.do(Terminate("SIGTERM"))
+        assert [type(m) for m in sent(actions)] == [wire.Chunks, wire.Goodbye]
+        assert sent(actions)[1] == wire.Goodbye("SIGTERM", notice=True)
+        assert of(Abort, actions)
+        (leave,) = of(Leave, t.hear(wire.GoodbyeAck()) if ack else t.wait(LIMITS.notice_s))
+        assert leave.code == EXIT_PREEMPTED
+        assert t.session.phase is Phase.GONE
+        assert t.do(Tick()) == []
+
+
+def test_sigterm_before_the_first_welcome_leaves_at_once() -> None:
+    t = Talk()
+    t.do(Connected())
+    assert of(Leave, t.do(Terminate("SIGTERM"))) == [Leave(EXIT_PREEMPTED, "SIGTERM")]
+
+
+def test_sigterm_while_greeting_again_says_goodbye_after_the_welcome() -> None:
+    t = Talk().joined()
+    t.assign(lease(1))
+    t.hear(wire.HelloAgain("restarted"))
+    t.made(1, 1, 2)
+    assert not of(Leave, t.do(Terminate("SIGTERM")))
+    assert [type(m) for m in sent(t.hear(WELCOME))] == [wire.Chunks, wire.Goodbye]
+
+
+def test_a_drained_worker_leaves_for_good_and_a_sigterm_only_hurries_it() -> None:
+    t = Talk().joined()
+    assert sent(t.hear(wire.Drain("surplus"))) == [wire.Goodbye("surplus", notice=False)]
+    assert t.do(Terminate("SIGTERM")) == []
+    (leave,) = of(Leave, t.wait(LIMITS.notice_s))
+    assert leave.code == EXIT_DRAINED
+
+
+@pytest.mark.parametrize(
+    ("event", "code"),
+    [
+        (EngineDied("gone"), EXIT_ENGINE_FAILED),
+        (KeyRefused("no"), EXIT_REFUSED),
+        (Received(wire.Rejected("old protocol", "upgrade")), EXIT_REFUSED),
+    ],
+)
+def test_each_end_has_its_exit_code(event: Event, code: int) -> None:
+    t = Talk().joined()
+    t.do(event)
+    t.wait(LIMITS.drain_s)
+    (leave,) = of(Leave, t.log)
+    assert leave.code == code
+
+
+def test_a_refusal_that_may_pass_is_tried_again() -> None:
+    t = Talk()
+    t.do(Connected())
+    assert of(Connect, t.hear(wire.Rejected("not open yet", "", retry=True)))
+
+
+def test_a_worker_that_no_daemon_wants_gives_its_gpu_back() -> None:
+    t = Talk(Limits(orphan_s=30.0)).joined()
+    while t.session.phase is not Phase.GONE and t.now < 200:
+        if of(Connect, t.wait(1.0)):
+            t.do(Connected())
+    (leave,) = of(Leave, t.log)
+    assert leave.code == EXIT_NO_DAEMON
+    assert t.now <= 132
+
+
+def test_the_table_of_phases_is_kept() -> None:
+    assert set(LEGAL) == set(Phase)
+    t = Talk()
+    with pytest.raises(IllegalTransition):
+        t.session._enter(Phase.JOINED)
+    assert t.session.phase is Phase.CONNECTING
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_is_lost_every_token_arrives_once_and_in_order(seed: int) -> None:
+    """A lossy link and a daemon that accepts only what continues what it has: the samples come out whole."""
+    rng, t = random.Random(seed), Talk().joined()
+    truth = {s: list(range(s * 100, s * 100 + rng.randrange(1, 40))) for s in range(6)}
+    got: dict[int, list[int]] = {s: [] for s in truth}
+    made = dict.fromkeys(truth, 0)
+    done: set[int] = set()
+    t.assign(*(lease(s, most=50) for s in truth))
+    t.log.clear()
+    for _ in range(3000):
+        if len(done) == len(truth) and not t.session.leases.held():
+            break
+        t.wait(rng.random() * 0.3)
+        for s in rng.sample(sorted(truth), 2):
+            if made[s] < len(truth[s]) and t.session.may_generate:
+                step = rng.randrange(1, 4)
+                part = truth[s][made[s] : made[s] + step]
+                made[s] += len(part)
+                t.made(s, *part, finish="stop" if made[s] == len(truth[s]) else None)
+        outbox, t.log = t.log, []
+        for action in outbox:
+            if isinstance(action, Connect):
+                t.do(Connected())
+            if not isinstance(action, Send) or rng.random() < 0.3:
+                continue
+            if isinstance(action.message, wire.WorkerHello):
+                t.hear(WELCOME)
+            elif isinstance(action.message, wire.Heartbeat):
+                t.hear(rng.choice([wire.HeartbeatAck(1), wire.HelloAgain("?")]))
+            elif isinstance(action.message, wire.Chunks):
+                for c in action.message.chunks:
+                    tokens, have = unpack_tokens(c.tokens), got[c.sample_id]
+                    if c.offset <= len(have):
+                        assert list(tokens[: len(have) - c.offset]) == have[c.offset : c.offset + len(tokens)]
+                        have += tokens[len(have) - c.offset :]
+                        if c.finish:
+                            done.add(c.sample_id)
+                    if rng.random() < 0.7:
+                        t.hear(wire.Ack((Held(c.sample_id, 1, len(have)),)))
+    assert got == truth
+    assert done == set(truth)
+    assert not t.session.leases.held()

@@ -1,0 +1,418 @@
+"""The worker against a real socket: in process with a scripted engine, and as the real process with the reference engine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from rollout.engines.base import Delta, EngineInfo, Request
+from rollout.events import EXIT_DRAINED, EXIT_ENGINE_FAILED, EXIT_PREEMPTED, EXIT_REFUSED, Identity, Leave, Limits
+from rollout.worker import Options, Worker
+from scavenger import keys, wire
+from scavenger.errors import EngineError
+from scavenger.weights import manifest as manifests
+from scavenger.weights.manifest import TensorView
+from scavenger.weights.source import WeightSource
+from scavenger.wire import EngineSpec, Held, Lease, SampleKey, Sampling, pack_tokens
+from tests.rollout.daemon import FakeDaemon
+
+SERVER, ME = keys.generate(), keys.generate()
+WHO = Identity("harvested", "run", "5e55", 0, 17, "node1", 1, "scripted", "0", 99)
+SPEC = EngineSpec("scripted", "{}", "float64", 8, 128)
+BEAT_S = 0.1
+
+
+class Scripted:
+    """An engine whose token at position p is 1000 + p; one token a request every `step_s`."""
+
+    def __init__(self, step_s: float = 0.002) -> None:
+        self.requests: dict[int, tuple[Request, int]] = {}
+        self.calls: list[str] = []
+        self.dead = False
+        self._step_s = step_s
+        self._work = asyncio.Event()
+
+    def info(self) -> EngineInfo:
+        return EngineInfo("scripted", 8, 128, 2000)
+
+    async def load(self, version: int, tensors: Iterable[TensorView]) -> None:
+        self.requests.clear()
+        self.calls.append(f"load {version} {sum(len(t.data) for t in tensors)}")
+
+    async def add(self, request: Request) -> None:
+        if request.prompt == (666,):
+            raise EngineError("too long for the context")
+        self.requests[request.handle] = (request, len(request.accepted))
+        self._work.set()
+
+    async def abort(self, handles: Iterable[int]) -> None:
+        for handle in handles:
+            self.requests.pop(handle, None)
+
+    async def next(self) -> list[Delta]:
+        while True:
+            if self.dead:
+                raise EngineError("the engine's core is gone")
+            if self.requests:
+                break
+            self._work.clear()
+            await self._work.wait()
+        await asyncio.sleep(self._step_s)
+        deltas = []
+        for handle, (request, position) in list(self.requests.items()):
+            finish = "length" if position + 1 >= request.sampling.max_tokens else None
+            deltas.append(Delta(handle, (1000 + position,), (-1.0,), (-2.0,), finish))
+            self.requests[handle] = (request, position + 1)
+            if finish:
+                del self.requests[handle]
+        return deltas
+
+    async def sleep(self) -> None:
+        self.requests.clear()
+        self.calls.append("sleep")
+
+    async def wake(self) -> None:
+        self.calls.append("wake")
+
+    def progress(self) -> int:
+        return 1
+
+    async def close(self) -> None:
+        self.calls.append("close")
+
+    def kill(self) -> None:
+        self.dead = True
+        self._work.set()
+
+
+class Stage:
+    """A worker in this process, its engine, and the daemon that it talks to."""
+
+    def __init__(self, tmp_path: Path, limits: Limits) -> None:
+        self.path = tmp_path
+        self.engine = Scripted()
+        self.daemon = FakeDaemon(tmp_path, SERVER, {ME.public})
+        self.source = WeightSource()
+        options = Options(tmp_path, ME, WHO, limits, pull_s=2.0, started_at=time.monotonic())
+        self.worker = asyncio.create_task(Worker(options, builder=lambda _name: self.build).run())
+
+    async def build(self, _spec: EngineSpec) -> Scripted:
+        return self.engine
+
+    def welcome(self) -> None:
+        self.daemon.send(wire.Welcome(1, self.daemon.generation, "run", SPEC, BEAT_S, 20.0, 8))
+
+    def use(self, version: int, corrupt: bool = False) -> bytes:
+        manifest, blob = manifests.build(version, {"w": ("float32", (256,), memoryview(bytes([version]) * 1024))})
+        if corrupt:
+            blob[0] ^= 1
+        source = self.source.publish(manifest, blob)
+        self.daemon.send(wire.UseWeights(version, manifests.encode(manifest), (source,)))
+        return manifest.root
+
+    async def ready(self) -> None:
+        await self.daemon.expect(wire.WorkerHello)
+        self.welcome()
+        root = self.use(1)
+        loaded = await self.daemon.expect(wire.WeightsLoaded)
+        assert (loaded.version, loaded.root) == (1, root)
+
+    def assign(self, sample: int, most: int, epoch: int = 1, prompt: tuple[int, ...] = (1,), accepted: tuple[int, ...] = ()) -> None:
+        key = SampleKey("train", 0, sample, 0)
+        self.daemon.send(wire.Assign((Lease(sample, epoch, 1, pack_tokens(prompt), pack_tokens(accepted), Sampling(most), 0, key),)))
+
+    def restart_daemon(self) -> None:
+        """Another socket, another port, another generation; nothing is remembered."""
+        self.daemon.close()
+        self.daemon = FakeDaemon(self.path, SERVER, {ME.public}, self.daemon.generation + 1)
+
+    async def ends(self, code: int, within_s: float = 5.0) -> Leave:
+        leave = await asyncio.wait_for(self.worker, within_s)
+        assert leave.code == code
+        return leave
+
+
+Run = Callable[[Callable[[Stage], Awaitable[None]]], None]
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> Run:
+    """Run a test's coroutine on a stage, and clear the stage."""
+
+    def run(scene: Callable[[Stage], Awaitable[None]], limits: Limits = Limits(hello_s=0.3, backoff_s=0.02, drain_s=1.0)) -> None:
+        async def main() -> None:
+            stage = Stage(tmp_path, limits)
+            try:
+                await asyncio.wait_for(scene(stage), 30.0)
+            finally:
+                stage.worker.cancel()
+                await asyncio.gather(stage.worker, return_exceptions=True)
+                stage.daemon.close()
+                stage.source.close()
+
+        asyncio.run(main())
+
+    return run
+
+
+def test_a_sample_is_streamed_acked_and_let_go(play: Run) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.ready()
+        stage.assign(1, 30)
+        assert await stage.daemon.tokens(1, 30) == list(range(1000, 1030))
+        stage.daemon.beats.clear()
+        await _beat(stage)
+        assert stage.daemon.beats[-1].held == (Held(1, 1, 30),)
+        stage.daemon.send(wire.Ack((Held(1, 1, 30),)))
+        await _beat(stage, lambda beat: beat.held == ())
+        assert stage.engine.calls == ["load 1 1024"]
+
+    play(scene)
+
+
+def test_a_restarted_daemon_gets_everything_above_the_durable_length(play: Run) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.ready()
+        stage.assign(1, 100_000)
+        seen = await stage.daemon.tokens(1, 20)
+        stage.daemon.send(wire.Ack((Held(1, 1, 10),)))
+        await _beat(stage)
+        stage.restart_daemon()
+        hello = await stage.daemon.expect(wire.WorkerHello)
+        assert (hello.session, hello.loaded_version) == ("5e55", 1)
+        assert hello.held[0].length >= 20
+        stage.welcome()
+        chunk = (await stage.daemon.expect(wire.Chunks)).chunks[0]
+        assert (chunk.epoch, chunk.offset) == (1, 10)
+        assert list(wire.unpack_tokens(chunk.tokens))[: len(seen) - 10] == seen[10:]
+        assert len(chunk.tokens) // 4 + 10 >= hello.held[0].length
+
+    play(scene)
+
+
+def test_a_daemon_that_forgot_the_connection_is_greeted_again(play: Run) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.ready()
+        stage.assign(1, 100_000)
+        await stage.daemon.tokens(1, 5)
+        stage.daemon.send(wire.HelloAgain("declared dead"))
+        await stage.daemon.expect(wire.WorkerHello)
+        stage.welcome()
+        stage.daemon.send(wire.Revoke(((1, 1),), "moved on"))
+        await _beat(stage, lambda beat: beat.held == ())
+        assert stage.engine.requests == {}
+
+    play(scene)
+
+
+def test_a_silent_daemon_is_looked_for_again(play: Run) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.ready()
+        stage.daemon.answers = False
+        hello = await stage.daemon.expect(wire.WorkerHello)
+        assert hello.session == "5e55"
+        assert len(stage.daemon.beats) >= 3
+
+    play(scene)
+
+
+def test_a_failed_sample_and_a_refused_one_are_reported(play: Run) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.ready()
+        stage.assign(5, 10, prompt=(666,))
+        failed = await stage.daemon.expect(wire.SampleFailed)
+        assert (failed.sample_id, failed.epoch) == (5, 1)
+        assert "too long" in failed.reason
+
+    play(scene)
+
+
+def test_corrupt_weights_are_reported_and_the_next_version_is_loaded(play: Run) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.ready()
+        stage.use(2, corrupt=True)
+        failed = await stage.daemon.expect(wire.WeightsFailed)
+        assert (failed.version, "hash" in failed.reason) == (2, True)
+        stage.use(3)
+        assert (await stage.daemon.expect(wire.WeightsLoaded)).version == 3
+        assert stage.engine.calls == ["load 1 1024", "load 3 1024"]
+
+    play(scene)
+
+
+def test_sleep_and_wake_reach_the_engine_in_order(play: Run) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.ready()
+        stage.assign(1, 100_000)
+        await stage.daemon.tokens(1, 5)
+        stage.daemon.send(wire.Sleep())
+        await stage.daemon.expect(wire.Asleep)
+        assert stage.engine.requests == {}
+        stage.daemon.send(wire.Wake())
+        stage.assign(1, 40, epoch=2, accepted=(1000,))
+        chunk = (await stage.daemon.expect(wire.Chunks)).chunks[0]
+        while chunk.epoch != 2:
+            chunk = (await stage.daemon.expect(wire.Chunks)).chunks[0]
+        assert (chunk.offset, wire.unpack_tokens(chunk.tokens)[0]) == (1, 1001)
+        assert stage.engine.calls[1:] == ["sleep", "wake"]
+
+    play(scene)
+
+
+def test_a_drained_worker_says_goodbye_and_ends_with_0(play: Run) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.ready()
+        stage.assign(1, 100_000)
+        await stage.daemon.tokens(1, 5)
+        stage.daemon.send(wire.Drain("surplus"))
+        assert await stage.daemon.expect(wire.Goodbye) == wire.Goodbye("surplus", notice=False)
+        stage.daemon.send(wire.GoodbyeAck())
+        await stage.ends(EXIT_DRAINED)
+
+    play(scene)
+
+
+def test_a_dead_engine_ends_the_worker_with_70(play: Run) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.ready()
+        stage.engine.kill()
+        goodbye = await stage.daemon.expect(wire.Goodbye)
+        assert "core is gone" in goodbye.reason
+        stage.daemon.send(wire.GoodbyeAck())
+        await stage.ends(EXIT_ENGINE_FAILED)
+
+    play(scene)
+
+
+def test_a_refused_worker_ends_with_78_and_tells_the_remedy(play: Run) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.daemon.expect(wire.WorkerHello)
+        stage.daemon.send(wire.Rejected("protocol 1 is too old", "update the worker"))
+        leave = await stage.ends(EXIT_REFUSED)
+        assert (leave.reason, leave.remedy) == ("protocol 1 is too old", "update the worker")
+
+    play(scene)
+
+
+def test_a_daemon_that_comes_late_is_found(tmp_path: Path) -> None:
+    async def main() -> None:
+        options = Options(tmp_path, ME, WHO, Limits(backoff_s=0.02))
+        worker = asyncio.create_task(Worker(options, builder=lambda _name: Stage.build).run())  # type: ignore[arg-type,return-value]
+        await asyncio.sleep(0.1)
+        daemon = FakeDaemon(tmp_path, SERVER, {ME.public})
+        await daemon.expect(wire.WorkerHello, 5.0)
+        worker.cancel()
+        await asyncio.gather(worker, return_exceptions=True)
+        daemon.close()
+
+    asyncio.run(main())
+
+
+async def _beat(stage: Stage, until: Callable[[wire.Heartbeat], bool] = lambda _beat: True) -> None:
+    """Wait for a further heartbeat that says so."""
+    async with asyncio.timeout(5.0):
+        while True:
+            count = len(stage.daemon.beats)
+            while len(stage.daemon.beats) == count:
+                await asyncio.sleep(BEAT_S / 4)
+            if until(stage.daemon.beats[-1]):
+                return
+
+
+# ---------------------------------------------------------------- the real process
+
+
+@asynccontextmanager
+async def process(state_dir: Path, key: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+    argv = ["-m", "rollout", "--state-dir", str(state_dir), "--key", str(key), "--kind", "harvested", "--run", "run"]
+    facts = {"SCAVENGER_JOB_ID": "17", "SCAVENGER_RESTART_COUNT": "2", "SCAVENGER_NODE": "node3", "SCAVENGER_GPUS": "1"}
+    started = await asyncio.create_subprocess_exec(
+        sys.executable, *argv, env={**os.environ, **facts, "OMP_NUM_THREADS": "1"}, stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        yield started
+    finally:
+        if started.returncode is None:
+            started.kill()
+        await started.wait()
+
+
+def _key_file(tmp_path: Path, pair: keys.KeyPair) -> Path:
+    path = tmp_path / "worker.key"
+    keys.write_keypair(path, pair)
+    return path
+
+
+def test_the_process_survives_sigstop_and_leaves_on_sigterm_in_time(tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="the reference engine needs the [trainer] extra")
+    from tests.rollout import models
+
+    model = models.plain_model(models.config_text())
+    manifest, blob = models.weights(model)
+    spec = models.spec(context=500)
+
+    async def main() -> None:
+        daemon, source = FakeDaemon(tmp_path, SERVER, {ME.public}), WeightSource()
+        async with process(tmp_path, _key_file(tmp_path, ME)) as worker:
+            hello = await daemon.expect(wire.WorkerHello)
+            assert (hello.job_id, hello.incarnation, hello.node, hello.gpus, hello.pid) == (17, 2, "node3", 1, worker.pid)
+            daemon.send(wire.Welcome(1, 1, "run", spec, 0.2, 20.0, 8))
+            daemon.send(wire.UseWeights(1, manifests.encode(manifest), (source.publish(manifest, blob),)))
+            await daemon.expect(wire.WeightsLoaded, 60.0)
+            leases = [
+                Lease(i, 1, 1, pack_tokens((1, 2)), b"", Sampling(400), 3, SampleKey("train", 0, i, 0)) for i in range(16)
+            ]  # fmt: skip
+            daemon.send(wire.Assign(tuple(leases)))
+            await daemon.tokens(0, 20)
+            worker.send_signal(signal.SIGSTOP)
+            await asyncio.sleep(0.8)
+            daemon.inbox.clear()
+            worker.send_signal(signal.SIGCONT)
+            await daemon.expect(wire.Chunks)  # goes on, on the same connection
+            assert not any(isinstance(m, wire.WorkerHello) for m in daemon.inbox)
+            began = time.monotonic()
+            worker.send_signal(signal.SIGTERM)
+            goodbye = await daemon.expect(wire.Goodbye)
+            assert (goodbye.reason, goodbye.notice) == ("SIGTERM", True)
+            assert await worker.wait() == EXIT_PREEMPTED  # the daemon never acks
+            assert time.monotonic() - began < 1.0
+            assert worker.stderr is not None
+            log = (await worker.stderr.read()).decode()
+            assert ME.secret not in log
+            assert "worker.left" in log
+        daemon.close()
+        source.close()
+
+    asyncio.run(main())
+
+
+def test_a_wrong_key_ends_the_process_with_78(tmp_path: Path) -> None:
+    async def main() -> None:
+        daemon = FakeDaemon(tmp_path, SERVER, {ME.public})
+        async with process(tmp_path, _key_file(tmp_path, keys.generate())) as worker:
+            assert await asyncio.wait_for(worker.wait(), 30.0) == EXIT_REFUSED
+            assert worker.stderr is not None
+            assert b"does not accept this worker's key" in await worker.stderr.read()
+        daemon.close()
+
+    asyncio.run(main())
+
+
+def test_a_key_that_others_can_read_is_refused_with_its_remedy(tmp_path: Path) -> None:
+    async def main() -> None:
+        key = _key_file(tmp_path, ME)
+        key.chmod(0o644)
+        async with process(tmp_path, key) as worker:
+            assert await asyncio.wait_for(worker.wait(), 30.0) == EXIT_REFUSED
+            assert worker.stderr is not None
+            assert b"chmod 600" in await worker.stderr.read()
+
+    asyncio.run(main())
