@@ -31,6 +31,7 @@ import msgspec
 
 from scavenger.cluster import procs
 from scavenger.cluster.layout import Layout, decode_layout, demo_layout, encode_layout
+from scavenger.cluster.ports import free_ports, listens
 from scavenger.cluster.sandbox_conf import Site, gres_conf, slurm_conf
 from scavenger.errors import ClusterError, ScavengerError
 
@@ -146,8 +147,14 @@ class SlurmSandbox:
         return done.stdout
 
     def down_node(self, name: str) -> None:
-        """Slurm takes the node for lost: its jobs end in NODE_FAIL and are requeued, with no notice from Slurm."""
+        """Slurm takes the node for lost and requeues its jobs. Its slurmd lives: processes there get TERM, then KILL."""
         self.run("scontrol", "update", f"NodeName={name}", "State=DOWN", "Reason=sandbox")
+
+    def lose_node(self, name: str) -> None:
+        """The node as if its power were cut: its jobs' processes are gone with no notice, then Slurm is told."""
+        for job_id in self.run("squeue", "-h", "-a", "-w", name, "-t", "RUNNING,COMPLETING", "-o", "%A").split():
+            self.kill_steps(int(job_id))
+        self.down_node(name)
 
     def resume_node(self, name: str) -> None:
         """Give a lost node back and wait until its slurmd has answered, about a second; no-op for one that is up."""
@@ -200,7 +207,7 @@ class _Daemons:
     def __init__(self, layout: Layout, base: Path) -> None:
         self.layout, self.dir = layout, base
         self.children: dict[str, subprocess.Popen[bytes]] = {}
-        port = _free_ports(len(layout.nodes) + 1)
+        port = free_ports(len(layout.nodes) + 1)
         plugins = next(path for path in _PLUGINS if os.path.isdir(path))
         user = pwd.getpwuid(os.getuid()).pw_name
         self.site = Site(str(base), socket.gethostname().split(".")[0], user, plugins, port)
@@ -241,7 +248,7 @@ class _Daemons:
         self.wait_for("munged's socket", deadline, lambda: (run / "munge.socket").exists())
         self.spawn("slurmctld", "slurmctld", "-D", "-c", "-f", str(self.conf))
         # a slurmd that finds no controller sleeps for a whole second
-        self.wait_for("slurmctld's port", deadline, lambda: _listens(self.site.port))
+        self.wait_for("slurmctld's port", deadline, lambda: listens(self.site.port))
         stepd = shutil.which("slurmstepd", path=self.env["PATH"])
         for node in self.layout.nodes:
             self.spawn(f"slurmd.{node}", "slurmd", "-D", "-N", node, "-f", str(self.conf), "-d", str(stepd))
@@ -293,28 +300,6 @@ class _Daemons:
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()
-
-
-def _free_ports(count: int) -> int:
-    """The first of `count` consecutive free TCP ports below the ephemeral range (a port range in slurm.conf is consecutive)."""
-    for base in range(20000 + os.getpid() % 7000, 32000, count):
-        if all(not _in_use(port) for port in range(base, base + count)):
-            return base
-    raise ClusterError(f"no {count} consecutive free TCP ports between 20000 and 32000", "stop what holds them")
-
-
-def _in_use(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return True
-        return False
-
-
-def _listens(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 class _Stop(Exception):

@@ -25,7 +25,7 @@ class Backend:
     """A cluster, and what a job script calls things on it."""
 
     cluster: Cluster
-    down_node: Callable[[str], None]
+    lose_node: Callable[[str], None]
     resume_node: Callable[[str], None]
     job_id: str
     restarts: str
@@ -41,7 +41,7 @@ class Backend:
 def backend(request: pytest.FixtureRequest) -> Backend:
     if request.param == "slurm":
         sandbox: SlurmSandbox = request.getfixturevalue("slurm_sandbox")
-        return Backend(SlurmCluster(sandbox.env), sandbox.down_node, sandbox.resume_node, "$SLURM_JOB_ID",
+        return Backend(SlurmCluster(sandbox.env), sandbox.lose_node, sandbox.resume_node, "$SLURM_JOB_ID",
                        "${SLURM_RESTART_COUNT:-0}", "srun", "squeue -h -t all -o %T -j $SLURM_JOB_ID",
                        "scontrol requeue $SLURM_JOB_ID")  # fmt: skip
     local: LocalCluster = request.getfixturevalue("local_cluster")
@@ -213,7 +213,7 @@ def test_a_lost_node_puts_its_job_back_without_notice(backend: Backend, tmp_path
     script = f"trap 'echo noticed; exit' TERM\necho life {backend.restarts}\nsleep 60 & wait"
     job_id = backend.cluster.submit(spec(script, gpus=4, node="node2", output=out))
     wait_for("it runs", lambda: out.exists() and "life 0" in out.read_text())
-    backend.down_node("node2")
+    backend.lose_node("node2")
     lost = until(backend, job_id, JobState.PENDING, restarts=1)
     assert lost.nodes == ()
     assert "noticed" not in out.read_text()

@@ -107,8 +107,8 @@ def test_a_server_and_its_jobs_end_with_a_user_that_was_killed(tmp_path: Path) -
     argv = [sys.executable, "-c", code, str(tmp_path / "c")]
     user = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     assert user.stdout is not None
-    pid = int(user.stdout.readline())
     try:
+        pid = int(user.stdout.readline())
         wait_for("the job runs", lambda: len(procs.descendants(pid, procs.snapshot())) >= 3)
         table = procs.snapshot()
         everything = {p: table[p].start for p in (pid, *procs.descendants(pid, table))}

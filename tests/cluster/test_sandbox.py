@@ -37,8 +37,8 @@ def test_a_sandbox_ends_with_a_user_that_was_killed() -> None:
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
     )
     assert user.stdout is not None
-    folder, pid = user.stdout.readline().split()
     try:
+        folder, pid = user.stdout.readline().split()
         wait_for("the job runs", lambda: len(sleepers(int(pid))) >= 2)
         table = procs.snapshot()
         everything = {p: table[p].start for p in (int(pid), *procs.descendants(int(pid), table))}
