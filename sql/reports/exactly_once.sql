@@ -33,7 +33,7 @@ JOIN runs r ON r.run_id = s.run_id AND r.state = 'finished'
 WHERE s.state = 'superseded'
   AND NOT EXISTS (
       SELECT 1 FROM groups n
-      WHERE n.run_id = g.run_id AND n.purpose = g.purpose AND n.step = g.step AND n.prompt_index = g.prompt_index AND n.take > g.take
+      WHERE n.run_id = g.run_id AND n.purpose = g.purpose AND n.step = g.step AND n.prompt_index = g.prompt_index AND n.group_id > g.group_id
   )
 UNION ALL
 SELECT CASE WHEN j.start_len > j.expected THEN 'tokens missing' ELSE 'tokens doubled' END, s.run_id, s.sample_id,

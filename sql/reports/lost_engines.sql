@@ -8,5 +8,5 @@ SELECT w.worker_id, r.name AS run, w.node, w.job_id, w.incarnation, COALESCE(NUL
 FROM workers w
 JOIN runs r ON r.run_id = w.run_id
 LEFT JOIN holds h ON h.intent_id = w.intent_id AND h.restart_count = w.incarnation
-WHERE w.kind = 'harvested' AND w.left_at IS NOT NULL AND COALESCE(h.reason, '') NOT IN ('cancelled', 'completed')
+WHERE w.kind = 'harvested' AND w.left_at IS NOT NULL AND COALESCE(h.reason, '') NOT IN ('cancelled', 'completed', 'requeued')
 ORDER BY w.left_at, w.worker_id;

@@ -5,6 +5,6 @@ SELECT COALESCE(NULLIF(h.reason, ''), 'not ended') AS hold_ended, CASE WHEN w.no
        COALESCE(max((SELECT max(l.regenerated) FROM leases l WHERE l.worker_id = w.worker_id)), 0) AS most_regenerated_of_one_sample
 FROM workers w
 LEFT JOIN holds h ON h.intent_id = w.intent_id AND h.restart_count = w.incarnation
-WHERE w.kind = 'harvested' AND w.left_at IS NOT NULL AND COALESCE(h.reason, '') NOT IN ('cancelled', 'completed')
+WHERE w.kind = 'harvested' AND w.left_at IS NOT NULL AND COALESCE(h.reason, '') NOT IN ('cancelled', 'completed', 'requeued')
 GROUP BY COALESCE(NULLIF(h.reason, ''), 'not ended'), CASE WHEN w.notice THEN 'notice' ELSE 'none' END
 ORDER BY hold_ended, notice;

@@ -21,6 +21,7 @@ from scavenger.ledger import records as r
 from scavenger.ledger import transaction
 from scavenger.ledger.faults import FINAL, TRANSITIONS, WriterState, classify
 from scavenger.ledger.reader import rows
+from scavenger.ledger.statements import KINDS
 from scavenger.ledger.store import open_engine, upgrade
 from scavenger.ledger.writer import Backoff, Writer
 from tests.ledger.conftest import new_database
@@ -152,6 +153,42 @@ def test_what_was_committed_before_a_newer_generation_stays_acknowledged(url: st
             transaction.commit_batch(connection, generation, 2, [event(2)], 0.0)
     engine.dispose()
     assert subjects(url) == [1]
+
+
+def test_a_new_generation_waits_for_the_transaction_in_progress(url: str) -> None:
+    """Otherwise a commit could land after the new daemon took its snapshot."""
+    upgrade(url)
+    engine = open_engine(url)
+    generation = transaction.grant_generation(engine, "h", 1, "v", 0.0)
+    granted: list[int] = []
+    rival = threading.Thread(target=lambda: granted.append(transaction.grant_generation(engine, "h", 2, "v", 0.0)))
+    with transaction.open_connection(engine) as connection, connection.begin():
+        assert transaction._advance(connection, generation, 1, 0.0)
+        rival.start()
+        rival.join(0.3)
+        assert rival.is_alive()
+        assert granted == []
+        transaction._run(connection, KINDS[r.Event].statements[0], [event(1)])
+    rival.join(REMAINING_S)
+    assert granted == [2]
+    assert subjects(url) == [1]
+    engine.dispose()
+
+
+def test_two_daemons_that_start_at_once_get_two_generations(url: str) -> None:
+    upgrade(url)
+    engine = open_engine(url)
+    granted: list[int] = []
+    starters = [
+        threading.Thread(target=lambda n=n: granted.append(transaction.grant_generation(engine, "h", n, "v", 0.0))) for n in range(6)
+    ]
+    for starter in starters:
+        starter.start()
+    for starter in starters:
+        starter.join(REMAINING_S)
+    assert sorted(granted) == [1, 2, 3, 4, 5, 6]
+    assert rows(engine, "SELECT generation FROM generations WHERE superseded_at IS NULL").rows == ((6,),)
+    engine.dispose()
 
 
 def test_a_commit_whose_answer_was_lost_is_not_repeated(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
