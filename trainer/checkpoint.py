@@ -12,8 +12,9 @@ import shutil
 from pathlib import Path
 
 import msgspec
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from scavenger.errors import ConfigError
 from trainer.model import Learner
@@ -59,12 +60,12 @@ def prepare(out_dir: Path, step: int) -> Path:
 
 def save_shards(learner: Learner, path: Path) -> None:
     """All ranks: write this rank's shards."""
-    dcp.save(learner.state(), storage_writer=HuggingFaceStorageWriter(str(path), save_distributed=True))
+    save(learner.state(), storage_writer=HuggingFaceStorageWriter(str(path), save_distributed=True))
 
 
 def load_shards(learner: Learner, path: Path, updates_taken: int) -> None:
     """All ranks: read into the present shards, whatever the number of ranks that wrote them."""
-    dcp.load(learner.state(), storage_reader=HuggingFaceStorageReader(str(path)))
+    load(learner.state(), storage_reader=HuggingFaceStorageReader(str(path)))
     learner.set_updates_taken(updates_taken)
 
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from scavenger.errors import ConfigError
@@ -161,12 +162,12 @@ def join(comm: Comm) -> DeviceMesh:
         torch.cuda.set_device(_local_rank() % torch.cuda.device_count())
     store: Any
     if comm.size == 1:
-        store = dist.HashStore()
+        store = HashStore()
     else:
         host = _meeting_host(comm)
-        master = dist.TCPStore(host, 0, comm.size, is_master=True, wait_for_workers=False) if comm.rank == 0 else None
+        master = TCPStore(host, 0, comm.size, is_master=True, wait_for_workers=False) if comm.rank == 0 else None
         port = comm.share(str(master.port).encode() if master is not None else b"").decode()
-        store = master if master is not None else dist.TCPStore(host, int(port), comm.size, is_master=False)
+        store = master if master is not None else TCPStore(host, int(port), comm.size, is_master=False)
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=comm.rank, world_size=comm.size, timeout=COLLECTIVE_TIMEOUT)
     return init_device_mesh(device, (comm.size,), mesh_dim_names=("data",))

@@ -232,6 +232,9 @@ class Learner:
         """Logprobs of the answers under the present weights: sample id -> packed float64."""
         batch = collate(micro, self.dtype, self.device)
         logprobs = self._logprobs(self.model, batch).double().cpu()
+        for module in self.model.modules():  # without a backward pass the root would stay unsharded, and its parameters be others
+            if isinstance(module, FSDPModule):
+                module.reshard()
         found = {}
         for i, row in enumerate(micro.rows):
             if row.sample_id >= 0:

@@ -6,6 +6,7 @@ Owns the cast and the order of collectives. Knows no daemon: the loop announces 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,5 +27,6 @@ def build_version(version: int, tensors: Iterator[tuple[str, Tensor]], dtype: st
     """The manifest and the bytes of a version."""
     table = {}
     for name, tensor in tensors:
-        table[name] = (dtype, tuple(tensor.shape), memoryview(tensor.view(torch.uint8).numpy()) if tensor.numel() else memoryview(b""))
+        raw: Any = tensor.view(torch.uint8).numpy()
+        table[name] = (dtype, tuple(tensor.shape), memoryview(raw))
     return manifest.build(version, table)

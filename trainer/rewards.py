@@ -93,7 +93,7 @@ class RewardRunner:
             raise ConfigError(f"reward.function = {self._function!r}: {error.cause}") from error
         if ready.error is not None:
             self.close()
-            raise ConfigError(f"reward.function = {self._function!r}: {ready.error}", "the module must be importable by the trainer's Python")
+            raise ConfigError(f"reward.function = {self._function!r}: {ready.error}", "the trainer's Python must be able to import it")
 
     def _call(self, ask: Ask) -> float:
         if self._process is None:

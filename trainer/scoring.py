@@ -20,6 +20,7 @@ from scavenger.config import AlgorithmSection, RewardSection
 from scavenger.errors import RewardError, WireError
 from trainer.advantages import group_normalised
 from trainer.batching import Row
+from trainer.data import Problem
 
 
 class Scorer(Protocol):
@@ -107,12 +108,14 @@ class Scoring:
 
 def _row(group: wire.GroupDone, sample: wire.DoneSample, advantage: float) -> Row:
     if not sample.tokens or len(sample.tokens) != len(sample.logprobs):
-        raise WireError(f"sample {sample.sample_id} was delivered with {len(sample.tokens)} and {len(sample.logprobs)} bytes of tokens, logprobs")
+        raise WireError(f"sample {sample.sample_id} came with {len(sample.tokens)} bytes of tokens and {len(sample.logprobs)} of logprobs")
     return Row(sample.sample_id, group.prompt, sample.tokens, sample.logprobs, advantage)
 
 
-def specs(problems: Sequence[Any], *, n: int, sampling: wire.Sampling, offset: int = 0, mark: dict[str, Any] | None = None) -> list[wire.GroupSpec]:
-    """What to generate for `data.Problem`s. `offset` sets the prompt indices of a second use in the same step apart."""
+def specs(
+    problems: Sequence[Problem], *, n: int, sampling: wire.Sampling, offset: int = 0, mark: dict[str, Any] | None = None
+) -> list[wire.GroupSpec]:
+    """What to generate for these problems. `offset` sets the prompt indices of a second use in the same step apart."""
     return [
         wire.GroupSpec(p.index + offset, wire.pack_tokens(p.tokens), n, sampling, json.dumps(p.meta | (mark or {}), sort_keys=True))
         for p in problems

@@ -212,13 +212,14 @@ class Stepper:
             work.stash.setdefault(work.mini_batch[group.prompt_index], []).append(rows)
 
     def _finish(self, work: _Work, log: tuple[str, ...], started: float) -> StepResult:
-        tokens = trained_tokens(work.scored.values(), work.mini_batch)
+        tokens = denominators(work.scored.values(), work.mini_batch)
+        informative = {work.mini_batch[group.prompt_index] for group in work.scored.values() if group.rows}
         rate = learning_rate(self._config.optimizer, work.step)
         for mini_batch in range(self._config.algorithm.updates_per_step):
             before = time.monotonic()
             self._train(work, work.stash.get(mini_batch, []))
             between = time.monotonic()
-            if tokens.get(mini_batch, 0):  # otherwise no answer was better than another: there is no gradient to follow
+            if mini_batch in informative:  # otherwise no answer was better than another: there is no gradient to follow
                 work.grad_norms.append(self._ranks.update(tokens[mini_batch], rate))
             work.seconds.train += between - before
             work.seconds.update += time.monotonic() - between
@@ -239,26 +240,30 @@ class Stepper:
         return StepResult(tuple(outcome for group in ordered for outcome in group.outcomes), metrics, log)
 
 
-def trained_tokens(groups: Iterable[ScoredGroup], mini_batch: Mapping[int, int]) -> dict[int, int]:
-    """The true denominators: answer tokens trained in each mini-batch. Filtered and masked samples do not count."""
+def denominators(groups: Iterable[ScoredGroup], mini_batch: Mapping[int, int]) -> dict[int, int]:
+    """The true denominators: answer tokens of each mini-batch. Groups filtered for zero variance count, since their gradient is known
+
+    to be zero and was merely not computed (so updates shrink as fewer groups have something to say); masked samples do not.
+    """
     found: dict[int, int] = {}
     for group in groups:
         place = mini_batch[group.prompt_index]
-        found[place] = found.get(place, 0) + sum(len(row.answer) // 4 for row in group.rows)
+        found[place] = found.get(place, 0) + sum(group.lengths)
     return found
 
 
 def summarise(groups: Sequence[ScoredGroup], stats: Mapping[int, RowStats], *, kl_coef: float) -> dict[str, float]:
-    """The step's figures. `math.fsum` rounds once, so no order of arrival shows in a digit."""
+    """The step's figures; ratios are per trained token, the loss per token. `math.fsum` rounds once, so no order of arrival shows."""
     rewards = [reward for group in groups for reward in group.rewards]
     lengths = [length for group in groups for length in group.lengths]
     rows = list(stats.values())
-    tokens = sum(row.tokens for row in rows)
-    per_token = 1.0 / tokens if tokens else 0.0
+    tokens, trained = sum(lengths), sum(row.tokens for row in rows)
+    per_token = 1.0 / trained if trained else 0.0
     return {
         "reward": math.fsum(rewards) / len(rewards) if rewards else 0.0,
-        "loss": math.fsum(row.policy + kl_coef * row.kl for row in rows) * per_token,
+        "loss": math.fsum(row.policy + kl_coef * row.kl for row in rows) / max(tokens, 1),
         "tokens": float(tokens),
+        "tokens_trained": float(trained),
         "samples": float(len(rewards)),
         "samples_trained": float(len(rows)),
         "groups_filtered": float(sum(not group.informative for group in groups)),

@@ -64,7 +64,7 @@ def encode(text: str) -> list[int]:
 
 
 def supervised_batch(seed: int, step: int, size: int) -> Tensor:
-    """[size, PROMPT_TOKENS + ANSWER_TOKENS] token ids: prompt, answer, end. Every `1 / DESCENDING_SHARE`-th answer is in descending order."""
+    """[size, PROMPT_TOKENS + ANSWER_TOKENS] token ids: prompt, answer, end; `DESCENDING_SHARE` of the answers in the wrong order."""
     rows = []
     for row in range(size):
         prompt, meta = sort.problem(seed, step * size + row)
@@ -99,7 +99,7 @@ def warm_up(model: Any, seed: int, steps: int, *, lr: float = 3e-3) -> None:
         batch = supervised_batch(seed, step, BATCH)
         logits = model(input_ids=batch[:, :-1]).logits[:, PROMPT_TOKENS - 1 :]
         loss = functional.cross_entropy(logits.reshape(-1, VOCABULARY), batch[:, PROMPT_TOKENS:].reshape(-1))
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
