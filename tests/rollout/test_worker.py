@@ -28,6 +28,7 @@ SERVER, ME = keys.generate(), keys.generate()
 WHO = Identity("harvested", "run", "5e55", 0, 17, "node1", 1, "scripted", "0", 99)
 SPEC = EngineSpec("scripted", "{}", "float64", 8, 128)
 BEAT_S = 0.1
+QUICK = Limits(hello_s=0.3, backoff_s=0.02, drain_s=1.0)
 
 
 class Scripted:
@@ -147,7 +148,7 @@ Run = Callable[[Callable[[Stage], Awaitable[None]]], None]
 def play(tmp_path: Path) -> Run:
     """Run a test's coroutine on a stage, and clear the stage."""
 
-    def run(scene: Callable[[Stage], Awaitable[None]], limits: Limits = Limits(hello_s=0.3, backoff_s=0.02, drain_s=1.0)) -> None:
+    def run(scene: Callable[[Stage], Awaitable[None]], limits: Limits = QUICK) -> None:
         async def main() -> None:
             stage = Stage(tmp_path, limits)
             try:

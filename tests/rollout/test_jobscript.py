@@ -1,0 +1,167 @@
+"""The job script: quoted rendering, and on real schedulers: goodbye, exit 75, requeue, the same job again; cancelled is cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from scavenger import keys, resources, wire
+from scavenger.cluster.local import LocalCluster, LocalServer
+from scavenger.cluster.model import Job, JobFlag, JobSpec, JobState
+from scavenger.cluster.port import Cluster
+from scavenger.cluster.sandbox import SlurmSandbox
+from scavenger.cluster.slurm import SlurmCluster
+from scavenger.errors import ConfigError
+from scavenger.jobscript import TEMPLATE, JobScript, render
+from tests.clusters import wait_for
+from tests.rollout.daemon import FakeDaemon
+
+models = pytest.importorskip("tests.rollout.models", reason="the reference engine needs the [trainer] extra")
+SERVER, ME = keys.generate(), keys.generate()
+
+
+def script(backend: str = "local", **changes: str) -> str:
+    values = {"python": sys.executable, "state_dir": "/state", "key": "/state/workers/a.key", "run": "run", **changes}
+    return render(resources.text(TEMPLATE), JobScript(backend=backend, **values))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("backend", ["slurm", "local"])
+@pytest.mark.parametrize("nasty", ["a b", "$(touch /tmp/x)", "';echo x;'", "`id`", 'a"b', "--flag", "$HOME"])
+def test_every_value_reaches_the_script_as_one_word(backend: str, nasty: str, tmp_path: Path) -> None:
+    text = script(backend, state_dir=nasty, key=nasty, run=nasty, local_dir=nasty)
+    head = text.partition("worker=")[2].partition("\n")[0]
+    show = f"worker={head}\nprintf '%s\\0' \"${{worker[@]}}\""
+    words = subprocess.run(["bash", "-c", show], capture_output=True, check=True).stdout.decode().split("\0")
+    assert words[:-1] == [
+        sys.executable, "-m", "rollout", "--state-dir", nasty, "--key", nasty, "--kind", "harvested", "--run", nasty,
+    ]  # fmt: skip
+    assert subprocess.run(["bash", "-n"], input=text.encode(), check=False).returncode == 0
+
+
+def test_a_bad_template_or_value_is_refused() -> None:
+    with pytest.raises(ConfigError, match="one line"):
+        script(run="a\nb")
+    job = JobScript("local", "python", "s", "k", "r")
+    with pytest.raises(ConfigError, match="'secret' is undefined"):
+        render("#!/bin/bash\n{{ secret }}", job)
+    with pytest.raises(ConfigError, match="first line"):
+        render("echo {{ run | quote }}", job)
+
+
+def test_the_script_names_no_secret_and_no_address() -> None:
+    text = script("slurm")
+    assert "tcp://" not in text
+    assert ME.secret not in text
+
+
+class Site:
+    """A cluster to run the script on."""
+
+    def __init__(self, cluster: Cluster, backend: str, folder: Path, local_dir: str = "") -> None:
+        self.cluster = cluster
+        self.state_dir = folder / "state"
+        self.output = folder / "job.out"
+        key = folder / "worker.key"
+        keys.write_keypair(key, ME)
+        self.state_dir.mkdir(mode=0o700)
+        self.script = script(backend, state_dir=str(self.state_dir), key=str(key), local_dir=local_dir)
+
+    def submit(self, partition: str) -> int:
+        return self.cluster.submit(
+            JobSpec("engine", "ours", partition, self.script, gpus=1, nodelist=("node1",), output=str(self.output), time_s=600)
+        )  # fmt: skip
+
+    def take_the_node_back(self) -> int:
+        sleep = "#!/bin/bash\nexec sleep 300\n"
+        return self.cluster.submit(JobSpec("other", "theirs", "normal", sleep, gpus=4, nodelist=("node1",), time_s=600))
+
+    def job(self, job_id: int) -> Job | None:
+        return next((job for job in self.cluster.view().jobs if job.job_id == job_id), None)
+
+    async def until(self, what: str, condition: Callable[[], bool]) -> None:
+        await asyncio.to_thread(wait_for, what, condition, 40.0)
+
+
+@pytest.fixture(params=[pytest.param("slurm", marks=pytest.mark.slurm), "local"])
+def site(request: pytest.FixtureRequest, tmp_path: Path) -> Site:
+    if request.param == "slurm":
+        sandbox: SlurmSandbox = request.getfixturevalue("slurm_sandbox")
+        return Site(SlurmCluster(sandbox.env), "slurm", tmp_path)
+    local: LocalCluster = request.getfixturevalue("local_cluster")
+    server: LocalServer = request.getfixturevalue("local_server")
+    return Site(local, "local", tmp_path, str(server.dir))
+
+
+async def greeted(daemon: FakeDaemon) -> wire.WorkerHello:
+    hello = await daemon.expect(wire.WorkerHello, 40.0)
+    daemon.send(wire.Welcome(1, 1, "run", models.spec(), 0.5, 50.0, 8))
+    return hello
+
+
+@pytest.mark.parametrize("partition", ["scavenge", "scavenge0"], ids=["grace", "no-grace"])
+def test_a_preempted_engine_says_goodbye_and_its_job_comes_back(site: Site, partition: str) -> None:
+    async def main() -> None:
+        daemon = FakeDaemon(site.state_dir, SERVER, {ME.public})
+        job_id = site.submit(partition)
+        hello = await greeted(daemon)
+        assert (hello.job_id, hello.incarnation, hello.node, hello.gpus) == (job_id, 0, "node1", 1)
+        other = site.take_the_node_back()
+        goodbye = await daemon.expect(wire.Goodbye, 40.0)
+        assert goodbye.notice
+        daemon.send(wire.GoodbyeAck())
+        await site.until("the other user's job runs", lambda: _is(site.job(other), JobState.RUNNING))
+        await site.until("the engine's job waits", lambda: _is(site.job(job_id), JobState.PENDING))
+        site.cluster.cancel((other,))
+        again = await greeted(daemon)
+        assert (again.job_id, again.incarnation) == (job_id, 1)
+        assert again.session != hello.session
+        assert _is(site.job(job_id), JobState.RUNNING)
+        daemon.close()
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_engine_never_comes_back(site: Site) -> None:
+    async def main() -> int:
+        daemon = FakeDaemon(site.state_dir, SERVER, {ME.public})
+        job_id = site.submit("scavenge")
+        await greeted(daemon)
+        site.cluster.cancel((job_id,))
+        await daemon.expect(wire.Goodbye, 40.0)
+        daemon.send(wire.GoodbyeAck())
+        await site.until("the job has ended", lambda: _ended(site.job(job_id)))
+        daemon.close()
+        return job_id
+
+    job = site.job(asyncio.run(main()))
+    assert job is None or job.state is JobState.CANCELLED
+
+
+def test_a_drained_engines_job_ends_completed(site: Site) -> None:
+    async def main() -> int:
+        daemon = FakeDaemon(site.state_dir, SERVER, {ME.public})
+        job_id = site.submit("scavenge")
+        await greeted(daemon)
+        daemon.send(wire.Drain("surplus"))
+        await daemon.expect(wire.Goodbye, 40.0)
+        daemon.send(wire.GoodbyeAck())
+        await site.until("the job has ended", lambda: _ended(site.job(job_id)))
+        daemon.close()
+        return job_id
+
+    job = site.job(asyncio.run(main()))
+    assert job is None or job.state is JobState.COMPLETED
+
+
+def _is(job: Job | None, state: JobState) -> bool:
+    return job is not None and job.state is state and JobFlag.COMPLETING not in job.flags
+
+
+def _ended(job: Job | None) -> bool:
+    live = (JobState.PENDING, JobState.RUNNING, JobState.SUSPENDED)
+    return job is None or (job.state not in live and JobFlag.COMPLETING not in job.flags)
