@@ -34,6 +34,8 @@ log = structlog.get_logger()
 PING_S = 1.0
 #: Silence after which the connection is made anew (the daemon answers a ping at once).
 SILENT_S = 4.0
+#: A call that is not answered while other messages come: its reply was lost.
+LOST_REPLY_S = 20.0
 #: All samples are said to be complete, yet groups are missing here: attach again after this long.
 MISSING_S = 3.0
 
@@ -132,8 +134,9 @@ class Run:
         self.versions: tuple[tuple[int, int, bytes], ...] = ()
         self.fleet = wire.Fleet(0, 0, 0, 0, 0)
         self._arrived: list[wire.GroupDone] = []
-        self._known: dict[int, int] = {}  # group id -> step, of groups received and not committed
-        self._submitted: set[int] = set()  # group ids that were promised and have not arrived
+        self._known: dict[int, tuple[str, int]] = {}  # group id -> (purpose, step), of groups received and not committed
+        self._submitted: dict[int, tuple[str, int]] = {}  # the same of groups that were promised and have not arrived
+        self._reserved: wire.SetReserved | None = None
         self._published: dict[int, wire.PublishVersion] = {}
         self._pinged_at = self._complete_since = 0.0
 
@@ -157,7 +160,7 @@ class Run:
         answer = self.call(wire.SubmitGroups(step, version, purpose, tuple(groups)))
         if not isinstance(answer, wire.Accepted):
             raise WireError(f"the daemon answered SubmitGroups with {type(answer).__name__}")
-        self._submitted.update(set(answer.group_ids) - set(self._known))
+        self._submitted.update({group: (purpose, step) for group in answer.group_ids if group not in self._known})
         return answer.group_ids
 
     def poll(self, timeout_s: float) -> list[wire.GroupDone]:
@@ -179,14 +182,17 @@ class Run:
 
     def set_reserved(self, awake: bool) -> None:
         """Wake the run's reserved workers, or have them flush, sleep, and give their samples to others."""
-        self.call(wire.SetReserved(awake))
+        self._reserved = wire.SetReserved(awake)  # a restarted daemon is told again
+        self.call(self._reserved)
 
     def commit(
         self, step: int, version: int, outcomes: Sequence[wire.SampleOutcome], metrics: dict[str, float], purpose: str = "train"
     ) -> None:
         """Record that the step was taken with exactly these samples. Every sample of the step's groups needs an outcome."""
         self.call(wire.CommitStep(step, version, purpose, tuple(outcomes), metrics))
-        self._known = {group: s for group, s in self._known.items() if s != step}
+        over = (purpose, step)
+        self._known = {group: of for group, of in self._known.items() if of != over}
+        self._submitted = {group: of for group, of in self._submitted.items() if of != over}
 
     def checkpoint(self, step: int, version: int, root: bytes, path: str) -> None:
         """Record a complete checkpoint: what it covers is final."""
@@ -209,7 +215,8 @@ class Run:
                 return self._judge(message.body)
             if message is not None:
                 self._take(message)
-            lost = time.monotonic() - max(sent_at, self._client.heard_at) > SILENT_S
+            now = time.monotonic()
+            lost = now - max(sent_at, self._client.heard_at) > SILENT_S or now - sent_at > LOST_REPLY_S
             if lost or isinstance(message, wire.HelloAgain):
                 self._recover(give_up)
                 call_id = self._client.send(self.name, self.attempt, body)
@@ -224,9 +231,9 @@ class Run:
     def _take(self, message: wire.ToTrainer) -> None:
         match message:
             case wire.GroupDone(group_id=group_id):
-                self._submitted.discard(group_id)
+                self._submitted.pop(group_id, None)
                 if group_id not in self._known:
-                    self._known[group_id] = message.step
+                    self._known[group_id] = (message.purpose, message.step)
                     self._arrived.append(message)
             case wire.Fleet():
                 self.fleet = message
@@ -238,15 +245,14 @@ class Run:
                 self._judge(denied)
 
     def _keep_alive(self) -> None:
-        """Ping; attach again when the daemon is silent, was restarted, or has forgotten us."""
+        """Ping, which finds a daemon that is silent or was restarted; attach again when groups are missing."""
         now = time.monotonic()
         if now - self._pinged_at < PING_S:
             return
         self._pinged_at = now
-        silent = now - self._client.heard_at > SILENT_S
         if not (self._submitted and self.fleet.outstanding == 0):
             self._complete_since = now
-        if silent or now - self._complete_since > MISSING_S:
+        if now - self._complete_since > MISSING_S:
             self._recover(now + self._client.give_up_s)
         self.call(wire.Ping())
 
@@ -268,7 +274,9 @@ class Run:
             wait = min(wait * 2, 2.0)
 
     def _attach(self) -> bool:
-        bodies: list[wire.CallBody] = [wire.Attach(self.name, tuple(self._known)), *self._published.values()]
+        bodies: list[wire.CallBody] = [wire.Attach(self.name, tuple(self._known), tuple(self._submitted)), *self._published.values()]
+        if self._reserved is not None:
+            bodies.append(self._reserved)
         for body in bodies:
             call_id = self._client.send(self.name, self.attempt, body)
             deadline = time.monotonic() + SILENT_S

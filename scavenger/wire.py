@@ -292,10 +292,14 @@ class OpenRun(Message, frozen=True):
 
 
 class Attach(Message, frozen=True):
-    """Go on as this attempt after a reconnect. `have` lists groups received and not yet committed: they are not sent again."""
+    """Go on as this attempt after a reconnect. `have` lists groups received and not yet committed: they are not sent again.
+
+    `wants` lists groups submitted by this attempt and not received yet. Groups in neither belong to older attempts.
+    """
 
     run: str
     have: tuple[int, ...]
+    wants: tuple[int, ...] = ()
 
 
 class PublishVersion(Message, frozen=True):

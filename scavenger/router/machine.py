@@ -13,10 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import msgspec
-
 from scavenger.ledger import records as rec
-from scavenger.router import runs, workers
+from scavenger.router import audit, restore, runs, workers
 from scavenger.router import samples as sm
 from scavenger.router.events import (
     Committed,
@@ -30,8 +28,8 @@ from scavenger.router.events import (
     TrainerCalled,
     WorkerSaid,
 )
-from scavenger.router.state import Core, Limits, Run, SampleStatus, Version, Worker, WorkerStatus
-from scavenger.wire import EngineSpec
+from scavenger.router.state import Core, Limits, Run, Worker
+from scavenger.wire import Chunks, Heartbeat, Ping
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +62,7 @@ class Router:
             case TrainerCalled(conn=conn, identity=identity, call=call):
                 runs.called(core, conn, identity, call)
             case HistoryRead(run_id=run_id, attempt=attempt, groups=groups):
-                runs.history_read(core, run_id, attempt, groups)
+                restore.history_read(core, run_id, attempt, groups)
             case JobGone():
                 self._job_gone(event)
             case IntentRevoked():
@@ -76,25 +74,34 @@ class Router:
         return core.finish_event()
 
     def _settle_fleet(self, event: RouterEvent) -> None:
-        """After every event: idle workers load what is needed, queued samples find a worker, the trainer learns of changes."""
+        """After every event: idle workers load what is needed, queued samples find a worker, the trainer learns of changes.
+
+        A run's `dirty` says that any of this may be due. The many events that move only tokens leave it false, so that a chunk costs the
+        same with one worker as with a thousand; `check` proves that nothing was due where it was false.
+        """
+        timed = isinstance(event, Tick)
+        everything = _may_change_anything(event)
         for run in self.core.runs.values():
-            if run.ended:
+            if run.ended or not (run.dirty or timed or everything):
                 continue
-            for worker in run.workers.values():
-                if not worker.leases:
+            changed = run.dirty or everything
+            run.dirty = False
+            if changed:
+                for worker in run.workers.values():
                     workers.steer(self.core, worker)
-            sm.place_queued(self.core, run)
-            self._tell_trainer(run, timed=isinstance(event, Tick))
+                sm.place_queued(self.core, run)
+                run.dirty = False  # what settling itself changed is settled
+            self._tell_trainer(run, timed=timed)
 
     def _tell_trainer(self, run: Run, *, timed: bool) -> None:
         if run.conn is None:
             return
-        fleet = runs.fleet_of(run)
         last = run.fleet
-        moved = last is None or (fleet.harvested, fleet.reserved_awake, fleet.reserved_asleep) != (
-            last.harvested, last.reserved_awake, last.reserved_asleep,
-        )  # fmt: skip
-        if moved or (timed and fleet != last):
+        moved = last is None or runs.fleet_sizes(run) != (last.harvested, last.reserved_awake, last.reserved_asleep)
+        if not moved and not timed:
+            return
+        fleet = runs.fleet_of(run)
+        if fleet != last:
             run.fleet = fleet
             self.core.send(run.conn, fleet)
 
@@ -107,6 +114,15 @@ class Router:
                 workers.gone(self.core, worker, event.reason, crashed=event.crashed)
 
     def _tick(self) -> None:
+        core = self.core
+        # Silence while this daemon itself did not run (stopped, swapped out, waiting for its disk) is nobody's death.
+        absent = core.now - (core.ticked_at if core.ticked_at is not None else core.now)
+        core.ticked_at = core.now
+        if absent > core.limits.suspect_s:
+            for worker in core.workers.values():
+                worker.last_seen = min(core.now, worker.last_seen + absent)
+            for run in core.runs.values():
+                run.trainer_seen = min(core.now, run.trainer_seen + absent)
         for worker in list(self.core.workers.values()):
             workers.watch(self.core, worker)
 
@@ -120,37 +136,23 @@ class Router:
 
     def restore(self, snapshot: rec.Snapshot, now: float) -> list[RouterAction]:
         """Rebuild the tables from the ledger after a restart; open leases stay with their holders until `reconnect_s` is over."""
-        core = self.core
-        core.now = now
-        core.next_run_id, core.next_group_id = snapshot.next_run_id, snapshot.next_group_id
-        core.next_sample_id, core.next_worker_id = snapshot.next_sample_id, snapshot.next_worker_id
-        by_id: dict[int, Run] = {}
-        for state in snapshot.runs:
-            run = _restore_run(state, now)
-            core.runs[run.name] = by_id[run.id] = run
-        for worker_state in snapshot.workers:
-            if worker_state.joined.run_id in by_id:
-                _restore_worker(core, by_id[worker_state.joined.run_id], worker_state.joined)
-        for group_state in snapshot.groups:
-            open_or_whole = any(s.state in ("open", "complete") for s in group_state.samples)
-            if group_state.created.run_id in by_id and open_or_whole:
-                runs.adopt_state(core, by_id[group_state.created.run_id], group_state)
-        return core.finish_event()
+        self.core.now = now
+        restore.restore(self.core, snapshot)
+        return self.core.finish_event()
 
     def check(self) -> None:
         """Raise AssertionError when the tables contradict each other. For tests: call it after every event."""
-        for sample in self.core.samples.values():
-            leased = sample.status in (SampleStatus.LEASED, SampleStatus.UNCONFIRMED)
-            assert leased == bool(sample.worker_id), f"sample {sample.id}: {sample.status} with worker {sample.worker_id}"
-            if leased:
-                assert self.core.workers[sample.worker_id].leases.get(sample.id) is sample, f"sample {sample.id}: lease not held"
-            queued = sample.id in sample.group.run.queue
-            assert queued == (sample.status is SampleStatus.QUEUED), f"sample {sample.id}: {sample.status}, in queue: {queued}"
-            assert len(sample.tokens) == 4 * sample.accepted == len(sample.logprobs), f"sample {sample.id}: payload and length differ"
-            assert sample.durable <= sample.accepted <= sample.group.sampling.max_tokens, f"sample {sample.id}: lengths out of order"
-        for worker in self.core.workers.values():
-            for sample in worker.leases.values():
-                assert sample.worker_id == worker.id, f"worker {worker.id} holds sample {sample.id} of worker {sample.worker_id}"
+        audit.check(self.core)
+
+
+def _may_change_anything(event: RouterEvent) -> bool:
+    """False for the frequent events, whose few consequences mark the run themselves."""
+    match event:
+        case WorkerSaid(message=message):
+            return not isinstance(message, Chunks | Heartbeat)
+        case TrainerCalled(call=call):
+            return not isinstance(call.body, Ping)
+    return not isinstance(event, Committed | Tick)
 
 
 def _engines_for(run: Run, now: float, silent_s: float) -> tuple[int, str]:
@@ -166,27 +168,3 @@ def _engines_for(run: Run, now: float, silent_s: float) -> tuple[int, str]:
     useful = -(-max(run.step_samples, len(run.queue)) // max(1, run.engine.max_batch // 4))
     engines = min(run.max_engines, useful)
     return engines, f"{run.step_samples} samples a step can use {useful} engines, run.max_engines = {run.max_engines}"
-
-
-def _restore_run(state: rec.RunState, now: float) -> Run:
-    made = state.created
-    run = Run(made.run_id, made.name, made.owner_key, made.seed, msgspec.json.decode(state.engine.encode(), type=EngineSpec))
-    config = msgspec.json.decode(state.config.encode())
-    section = config.get("run", {})
-    run.harvest = bool(section.get("harvest", True))
-    run.max_engines, run.gpus_per_engine = int(section.get("max_engines", 0)), int(section.get("gpus_per_engine", 1))
-    run.poison_after, run.on_poison = int(section.get("poison_after", 3)), str(section.get("on_poison", "stop"))
-    run.attempt, run.resume_step, run.last_step = state.attempt, state.resume_step, state.last_step
-    run.trainer_seen = now
-    for v in state.versions:
-        run.versions[v.version] = Version(v.version, v.step, v.root, v.manifest)
-    run.next_version = max(run.versions, default=0) + 1
-    return run
-
-
-def _restore_worker(core: Core, run: Run, joined: rec.WorkerJoined) -> None:
-    worker = Worker(
-        joined.worker_id, run, joined.kind, joined.intent_id, joined.session, joined.incarnation,
-        joined.job_id, joined.node, joined.gpus, None, WorkerStatus.AWAY, core.now, idle_since=core.now,
-    )  # fmt: skip
-    core.workers[worker.id] = run.workers[worker.id] = worker

@@ -11,19 +11,19 @@ from scavenger.ledger import records as rec
 from scavenger.router import samples as sm
 from scavenger.router import workers as wk
 from scavenger.router.events import Identity
-from scavenger.router.state import Core, Group, Run, Sample, SampleStatus, Version, WorkerStatus
+from scavenger.router.state import Core, Group, Run, Sample, SampleStatus, Version, Worker, WorkerStatus
 from scavenger.wire import (
     PROTOCOL,
     Accepted,
     Attach,
     Call,
+    CallBody,
     CloseRun,
     CommitStep,
     Denied,
     Fleet,
     GroupSpec,
     HelloAgain,
-    Message,
     Ok,
     OpenRun,
     Ping,
@@ -32,9 +32,8 @@ from scavenger.wire import (
     RecordCheckpoint,
     Reply,
     ReplyBody,
-    RunOpened,
+    RunStopped,
     SampleOutcome,
-    Sampling,
     SetReserved,
     SubmitGroups,
 )
@@ -56,6 +55,9 @@ def called(core: Core, conn: int, identity: Identity, call: Call) -> None:
     run.trainer_seen = core.now
     if isinstance(call.body, Attach):
         reply: ReplyBody = _attach(core, conn, run, call.body)
+    elif isinstance(call.body, Ping):
+        core.send(conn, Reply(call.id, Pong(core.generation)) if run.conn == conn else HelloAgain("attach first"))
+        return
     elif run.conn != conn:
         core.send(conn, HelloAgain("attach first"))
         return
@@ -86,7 +88,7 @@ def _may_call(core: Core, conn: int, identity: Identity, call: Call, run: Run | 
     return None
 
 
-def _answer(core: Core, run: Run, body: Message) -> ReplyBody:
+def _answer(core: Core, run: Run, body: CallBody) -> ReplyBody:
     match body:
         case SubmitGroups():
             return _submit(core, run, body)
@@ -101,8 +103,6 @@ def _answer(core: Core, run: Run, body: Message) -> ReplyBody:
             return _set_reserved(core, run, body)
         case CloseRun():
             return _close(core, run, body)
-        case Ping():
-            return Pong(core.generation)
     return Denied("invalid", f"{type(body).__name__} is not a call")
 
 
@@ -110,8 +110,9 @@ def _answer(core: Core, run: Run, body: Message) -> ReplyBody:
 
 
 def _open(core: Core, conn: int, identity: Identity, call: Call, body: OpenRun, run: Run | None) -> None:
-    if run is not None and run.opening == (conn, call.id):
-        return  # a repeat of the call that is being answered
+    if run is not None and run.opening is not None and run.opening[2] == body:
+        run.opening = (conn, call.id, body)  # a repeat: its trainer connected again while the ledger is being read
+        return
     if run is None:
         run = Run(core.next_run_id, call.run, identity.public_key, body.seed, body.engine)
         core.next_run_id += 1
@@ -131,7 +132,7 @@ def _open(core: Core, conn: int, identity: Identity, call: Call, body: OpenRun, 
     run.attempt += 1
     run.engine, run.harvest, run.max_engines, run.gpus_per_engine = body.engine, body.harvest, body.max_engines, body.gpus_per_engine
     run.poison_after, run.on_poison = body.poison_after, body.on_poison
-    run.conn, run.opening, run.resume_step = None, (conn, call.id), body.resume_step
+    run.conn, run.opening, run.resume_step = None, (conn, call.id, body), body.resume_step
     run.stopped, run.ended, run.trainer_seen, run.fleet = "", False, core.now, None
     for version in run.versions.values():
         version.source = None  # its bytes died with the trainer that served them
@@ -151,73 +152,18 @@ def _open(core: Core, conn: int, identity: Identity, call: Call, body: OpenRun, 
     core.read_history(run)
 
 
-def history_read(core: Core, run_id: int, attempt: int, groups: tuple[rec.GroupState, ...]) -> None:
-    """The ledger's groups are back: keep them for adoption, and answer the OpenRun that waits."""
-    run = next((r for r in core.runs.values() if r.id == run_id), None)
-    if run is None or run.attempt != attempt or run.opening is None:
-        return
-    for state in groups:
-        known = run.by_key.get((state.created.purpose, state.created.step, state.created.prompt_index))
-        if known is None and state.created.purpose == "train" and state.created.step > run.resume_step:
-            adopt_state(core, run, state).orphaned = True
-    run.conn, call_id = run.opening
-    run.opening = None
-    versions = tuple((v.step, v.version, v.root) for v in sorted(run.versions.values(), key=lambda v: v.version))
-    core.send_durable(
-        run.conn, Reply(call_id, RunOpened(run.id, run.attempt, core.generation, run.next_version, run.last_step, versions))
-    )  # fmt: skip
-
-
-def adopt_state(core: Core, run: Run, state: rec.GroupState) -> Group:
-    """Rebuild a group from the ledger. Open leases become *unconfirmed* under their old epoch."""
-    made = state.created
-    root = run.versions[state.version].root if state.version in run.versions else b""
-    sampling = msgspec.json.decode(made.sampling.encode(), type=Sampling)
-    group = Group(
-        made.group_id, run, made.purpose, made.step, made.prompt_index, made.take, state.version, root, made.prompt, made.meta, sampling
-    )
-    for row in state.samples:
-        sample = Sample(
-            row.sample_id, group, row.index, epoch=row.epoch, finish=row.finish, moves=row.moves, reward=row.reward,
-            tokens=bytearray(row.tokens), logprobs=bytearray(row.logprobs), raw_logprobs=bytearray(row.raw_logprobs),
-        )  # fmt: skip
-        sample.accepted = sample.durable = len(row.tokens) // 4
-        sample.reported = sample.accepted
-        group.samples.append(sample)
-        core.samples[sample.id] = sample
-        _restore_status(core, run, sample, row)
-    core.groups[group.id] = group
-    run.by_key[group.key] = group
-    return group
-
-
-def _restore_status(core: Core, run: Run, sample: Sample, row: rec.SampleState) -> None:
-    if row.state == "complete":
-        sample.status = SampleStatus.COMPLETE
-    elif row.state != "open":
-        sample.status = SampleStatus.ENDED
-        sample.error = "poisoned" if row.state == "poisoned" else None
-    elif row.lease is not None and row.lease[1] in run.workers:
-        epoch, worker_id, version = row.lease
-        sample.status, sample.epoch, sample.lease_version = SampleStatus.UNCONFIRMED, epoch, version
-        sample.worker_id = sample.last_worker_id = worker_id
-        sample.lease_offset, sample.leased_at, sample.chunk_at = sample.accepted, core.now, core.now
-        run.workers[worker_id].leases[sample.id] = sample
-    else:
-        if row.lease is not None:  # its holder left while the daemon was down
-            core.record(rec.LeaseEnded(sample.id, sample.epoch, "holder unknown after a restart", sample.accepted, 0, core.now))
-        run.queue[sample.id] = sample
-
-
 def _attach(core: Core, conn: int, run: Run, body: Attach) -> ReplyBody:
     if run.opening is not None:
         return Denied("detached", "the run is being opened", "try again")
     run.conn = conn
     run.fleet = None
-    have = set(body.have)
+    have, wants = set(body.have), set(body.wants)
     for group in list(run.by_key.values()):
+        group.orphaned = group.id not in have and group.id not in wants
         group.delivered_to = run.attempt if group.id in have else 0
         sm.deliver_if_done(core, group)
+    if run.stopped:
+        core.send_durable(conn, RunStopped(run.stopped))
     return Ok()
 
 
@@ -227,7 +173,7 @@ def _attach(core: Core, conn: int, run: Run, body: Attach) -> ReplyBody:
 def _publish(core: Core, run: Run, body: PublishVersion) -> ReplyBody:
     known = run.versions.get(body.version)
     if known is not None and known.root == body.root:
-        known.source = body.source
+        known.source, known.manifest = body.source, body.manifest  # the manifest of an old version was let go
         return Ok()
     if body.version < run.next_version:
         return Denied("invalid", f"version {body.version} was used before", f"the next one is {run.next_version}")
@@ -248,7 +194,9 @@ def _spec_fault(run: Run, spec: GroupSpec) -> str:
             f"prompt {spec.prompt_index} has {length} tokens and may grow by {spec.sampling.max_tokens}, "
             f"over the engine's context of {run.engine.context_length}"
         )
-    return "" if spec.n > 0 else f"prompt {spec.prompt_index} asks for {spec.n} samples"
+    if spec.n < 1 or spec.sampling.max_tokens < 1:
+        return f"prompt {spec.prompt_index} asks for {spec.n} samples of {spec.sampling.max_tokens} tokens"
+    return ""
 
 
 def _submit(core: Core, run: Run, body: SubmitGroups) -> ReplyBody:
@@ -256,12 +204,18 @@ def _submit(core: Core, run: Run, body: SubmitGroups) -> ReplyBody:
         return Denied("invalid", f"version {body.version} was not published", "publish it first")
     if body.purpose not in OUTCOMES:
         return Denied("invalid", f"purpose {body.purpose!r}", 'use "train" or "eval"')
+    if run.ended or (body.purpose == "train" and body.step <= run.last_step):
+        why = "the run has ended" if run.ended else f"step {body.step} is not after the last committed one, {run.last_step}"
+        return Denied("invalid", why, "open the run again to go on from a checkpoint")
+    indices = [spec.prompt_index for spec in body.groups]
+    if len(indices) != len(set(indices)):
+        return Denied("invalid", f"step {body.step} names a prompt twice", "give each prompt its own prompt_index")
     for spec in body.groups:
         fault = _spec_fault(run, spec)
         if fault:
             return Denied("invalid", fault, "lower sampling.max_tokens, raise model.context_length, or drop the prompt from the data")
     groups = [_group_for(core, run, body, spec) for spec in body.groups]
-    run.step_samples = sum(len(g.samples) for g in groups)
+    run.step_samples = sum(len(g.samples) for g in run.by_key.values() if (g.purpose, g.step) == (body.purpose, body.step))
     for group in groups:
         sm.deliver_if_done(core, group)
     return Accepted(tuple(g.id for g in groups))
@@ -271,22 +225,26 @@ def _group_for(core: Core, run: Run, body: SubmitGroups, spec: GroupSpec) -> Gro
     """The group of this prompt: an equal one that exists goes on (I3), anything else is superseded and made anew."""
     root = run.versions[body.version].root
     old = run.by_key.get((body.purpose, body.step, spec.prompt_index))
-    take = 0
     if old is not None:
         same = (old.root, old.prompt, old.sampling, len(old.samples)) == (root, spec.prompt, spec.sampling, spec.n)
-        if same:
+        poisoned = run.on_poison == "stop" and any(s.error is not None for s in old.samples)
+        if same and not poisoned:
             _adopt(core, run, old, body.version)
             return old
-        take = old.take + 1
         why = "generated by other weights" if old.root != root else "the prompt or its sampling changed"
-        sm.supersede(core, old, f"attempt {run.attempt}: {why}")
-    return _make_group(core, run, body, spec, root, take)
+        sm.supersede(core, old, f"attempt {run.attempt}: {'a sample is poisoned' if same else why}")
+    return _make_group(core, run, body, spec, root)
 
 
 def _adopt(core: Core, run: Run, group: Group, version: int) -> None:
     if not group.orphaned and group.version == version:
         return
+    queued = [s for s in group.samples if s.id in run.queue]
+    for sample in queued:
+        run.queue.discard(sample)
     group.orphaned, group.version, group.delivered_to = False, version, 0
+    for sample in queued:
+        run.queue.add(sample)
     core.record(rec.GroupAdopted(group.id, version, core.now))
     for sample in group.samples:
         if sample.status is SampleStatus.ENDED and sample.error is None:
@@ -294,7 +252,8 @@ def _adopt(core: Core, run: Run, group: Group, version: int) -> None:
             core.record(rec.SampleReopened(sample.id, run.attempt, core.now))
 
 
-def _make_group(core: Core, run: Run, body: SubmitGroups, spec: GroupSpec, root: bytes, take: int) -> Group:
+def _make_group(core: Core, run: Run, body: SubmitGroups, spec: GroupSpec, root: bytes) -> Group:
+    take = run.takes.get((body.purpose, body.step, spec.prompt_index), 0)
     group = Group(
         core.next_group_id, run, body.purpose, body.step, spec.prompt_index, take, body.version, root, spec.prompt, spec.meta, spec.sampling
     )
@@ -304,7 +263,8 @@ def _make_group(core: Core, run: Run, body: SubmitGroups, spec: GroupSpec, root:
     for index in range(spec.n):
         sample = Sample(first + index, group, index)
         group.samples.append(sample)
-        core.samples[sample.id] = run.queue[sample.id] = sample
+        core.samples[sample.id] = sample
+        run.queue.add(sample)
     core.groups[group.id] = run.by_key[group.key] = group
     core.record(
         rec.GroupCreated(
@@ -336,6 +296,8 @@ def _commit(core: Core, run: Run, body: CommitStep) -> ReplyBody:
     )  # fmt: skip
     if body.purpose == "train":
         run.last_step = body.step
+        for group in [g for g in run.by_key.values() if g.orphaned and g.purpose == "train" and g.step <= body.step]:
+            sm.supersede(core, group, f"attempt {run.attempt} took step {body.step} without it")
         _retire_versions(run)
     return Ok()
 
@@ -387,6 +349,8 @@ def _set_reserved(core: Core, run: Run, body: SetReserved) -> ReplyBody:
 
 
 def _close(core: Core, run: Run, body: CloseRun) -> ReplyBody:
+    if run.ended:
+        return Ok()
     run.ended = True
     for group in list(run.by_key.values()):
         for sample in group.samples:
@@ -399,12 +363,20 @@ def _close(core: Core, run: Run, body: CloseRun) -> ReplyBody:
     return Ok()
 
 
-def fleet_of(run: Run) -> Fleet:
-    """The run's workers as its trainer sees them."""
-    workers = run.workers.values()
-    live = [w for w in workers if w.conn is not None and not w.suspect and w.status is not WorkerStatus.DRAINING]
+def _live(run: Run) -> list[Worker]:
+    return [w for w in run.workers.values() if w.conn is not None and not w.suspect and w.status is not WorkerStatus.DRAINING]
+
+
+def fleet_sizes(run: Run) -> tuple[int, int, int]:
+    """Harvested workers, reserved ones awake, reserved ones asleep or going to sleep."""
+    live = _live(run)
     reserved = [w for w in live if w.kind == "reserved"]
     awake = sum(w.status in (WorkerStatus.READY, WorkerStatus.LOADING) for w in reserved)
+    return len(live) - len(reserved), awake, len(reserved) - awake
+
+
+def fleet_of(run: Run) -> Fleet:
+    """The run's workers as its trainer sees them."""
     open_samples = sum(not s.done for g in run.by_key.values() if not g.orphaned for s in g.samples)
-    held = sum(len(w.leases) for w in reserved)
-    return Fleet(sum(w.kind == "harvested" for w in live), awake, len(reserved) - awake, open_samples, held)
+    held = sum(len(w.leases) for w in _live(run) if w.kind == "reserved")
+    return Fleet(*fleet_sizes(run), open_samples, held)

@@ -27,12 +27,19 @@ def chunk_fault(chunk: Chunk, sample: Sample | None, worker: Worker) -> str:
     if chunk.version != sample.lease_version:
         return f"weight version {chunk.version}, the lease names {sample.lease_version}"
     tokens, rest = divmod(len(chunk.tokens), 4)
-    if rest or not tokens or len(chunk.logprobs) != len(chunk.tokens) or len(chunk.raw_logprobs) != len(chunk.tokens):
+    if rest or chunk.offset < 0 or not len(chunk.tokens) == len(chunk.logprobs) == len(chunk.raw_logprobs):
+        return "malformed payload"
+    finish_alone = chunk.finish is not None and 0 < chunk.offset == sample.accepted  # all its tokens are here already
+    if not tokens and not finish_alone:
         return "malformed payload"
     if chunk.offset > sample.accepted:
         return f"gap: offset {chunk.offset}, accepted {sample.accepted}"
     if chunk.offset + tokens > sample.group.sampling.max_tokens:
         return f"over the budget of {sample.group.sampling.max_tokens} tokens"
+    if chunk.finish not in (None, "stop", "length"):
+        return f"unknown finish {chunk.finish[:20]!r}"
+    if chunk.finish == "length" and chunk.offset + tokens < sample.group.sampling.max_tokens:
+        return f"finish 'length' below the budget of {sample.group.sampling.max_tokens} tokens"
     for payload in (chunk.logprobs, chunk.raw_logprobs):
         if not np.isfinite(np.frombuffer(payload, "<f4")).all():
             return "logprobs that are not finite"
@@ -50,8 +57,7 @@ def accept_chunk(core: Core, worker: Worker, chunk: Chunk) -> None:
         return
     known = min(sample.accepted - chunk.offset, len(chunk.tokens) // 4)
     if known > 0:
-        mine = bytes(sample.tokens[4 * chunk.offset : 4 * (chunk.offset + known)])
-        if mine != chunk.tokens[: 4 * known]:
+        if _differs(sample, chunk, known):
             why = "a resend differs from what was accepted"
             core.event("resend_differs", worker.run.id, f"sample {sample.id}", why, offset=chunk.offset)
             core.send(worker.conn, Revoke(((sample.id, sample.epoch),), why))
@@ -63,10 +69,21 @@ def accept_chunk(core: Core, worker: Worker, chunk: Chunk) -> None:
         )  # fmt: skip
     if chunk.tokens:
         _append(core, worker, sample, chunk)
+    elif chunk.finish is None:
+        core.send(worker.conn, Ack((Held(sample.id, sample.epoch, sample.durable),)))  # a resend: the ack was lost
     if chunk.finish is None and sample.accepted == sample.group.sampling.max_tokens:
         finish(core, sample, "length")
     elif chunk.finish is not None:
         finish(core, sample, chunk.finish)
+
+
+def _differs(sample: Sample, chunk: Chunk, known: int) -> bool:
+    """Whether the first `known` tokens of a chunk, all accepted before, are others now, or end the sample before what followed."""
+    if chunk.finish is not None and chunk.offset + len(chunk.tokens) // 4 < sample.accepted:
+        return True
+    here = slice(4 * chunk.offset, 4 * (chunk.offset + known))
+    pairs = ((sample.tokens, chunk.tokens), (sample.logprobs, chunk.logprobs), (sample.raw_logprobs, chunk.raw_logprobs))
+    return any(mine[here] != theirs[: 4 * known] for mine, theirs in pairs)
 
 
 def _append(core: Core, worker: Worker, sample: Sample, chunk: Chunk) -> None:
@@ -86,7 +103,8 @@ def _append(core: Core, worker: Worker, sample: Sample, chunk: Chunk) -> None:
 
 def refuse_chunk(core: Core, worker: Worker, chunk: Chunk, sample: Sample | None, fault: str) -> None:
     """Count and record a refusal. What the worker may not hold is revoked; a sample whose engine talks nonsense is given elsewhere."""
-    if sample is not None and sample.status is SampleStatus.COMPLETE and sample.epoch == chunk.epoch:
+    done = sample is not None and sample.status is SampleStatus.COMPLETE and sample.epoch == chunk.epoch
+    if sample is not None and done and sample.last_worker_id == worker.id:
         core.send(worker.conn, Ack((Held(sample.id, sample.epoch, sample.durable),)))  # a resend of what is complete
         return
     core.event("chunk_refused", worker.run.id, f"sample {chunk.sample_id}", fault, worker=worker.id, epoch=chunk.epoch, offset=chunk.offset)
@@ -108,6 +126,10 @@ def finish(core: Core, sample: Sample, reason: str) -> None:
 
 def _end_lease(core: Core, sample: Sample, reason: str, regenerated: int) -> None:
     worker = core.workers.get(sample.worker_id)
+    run = sample.group.run
+    run.leased[sample.lease_version] -= 1
+    if not run.leased[sample.lease_version]:
+        del run.leased[sample.lease_version]
     if worker is not None:
         worker.leases.pop(sample.id, None)
         if not worker.leases:
@@ -124,7 +146,8 @@ def lost_tokens(core: Core, sample: Sample) -> int:
     generated = sample.accepted - sample.lease_offset
     elapsed = sample.chunk_at - sample.leased_at
     unflushed = math.ceil(generated / elapsed * core.limits.flush_ms / 1000) if generated and elapsed > 0 else 0
-    return max(sample.reported - sample.accepted, min(unflushed, core.limits.flush_tokens), 0)
+    reported = min(sample.reported, sample.group.sampling.max_tokens)
+    return max(reported - sample.accepted, min(unflushed, core.limits.flush_tokens), 0)
 
 
 def release(core: Core, sample: Sample, reason: str, *, regenerated: int = 0, crashed: bool = False) -> None:
@@ -141,7 +164,7 @@ def release(core: Core, sample: Sample, reason: str, *, regenerated: int = 0, cr
         if len(sample.failed_nodes) >= run.poison_after or sample.failures >= 3 * run.poison_after:
             poison(core, sample, reason)
             return
-    run.queue[sample.id] = sample
+    run.queue.add(sample)
 
 
 def poison(core: Core, sample: Sample, reason: str) -> None:
@@ -163,9 +186,9 @@ def abandon(core: Core, sample: Sample, state: str, reason: str) -> None:
     """End a sample that nobody will consume; its worker, if any, drops it."""
     worker = core.workers.get(sample.worker_id)
     if worker is not None:
-        core.send(worker.conn, Revoke(((sample.id, sample.epoch),), reason))
+        core.send_durable(worker.conn, Revoke(((sample.id, sample.epoch),), reason))  # behind the lease's own Assign
         _end_lease(core, sample, state, 0)
-    sample.group.run.queue.pop(sample.id, None)
+    sample.group.run.queue.discard(sample)
     sample.step("abandon")
     core.record(rec.SampleEnded(sample.id, state, reason, 0, 0, sample.reward, None, core.now))
 
@@ -177,6 +200,7 @@ def supersede(core: Core, group: Group, reason: str) -> None:
             abandon(core, sample, "superseded", reason)
         elif sample.error is None:
             core.record(rec.SampleEnded(sample.id, "superseded", reason, 0, 0, sample.reward, None, core.now))
+    group.run.takes[group.key] = group.take + 1
     forget(core, group)
 
 
@@ -235,22 +259,24 @@ def servable(worker: Worker, version: int) -> bool:
     )
 
 
+def placements(core: Core, run: Run) -> list[tuple[int, int]]:
+    """(sample, worker) of every lease that could be granted now."""
+    if not run.queue or run.stopped or run.ended:
+        return []
+    version = target_version(run)
+    slots = [placement.Slots(w.id, len(w.leases), run.engine.max_batch, w.node) for w in run.workers.values() if servable(w, version)]
+    if not any(s.leases < s.max_batch for s in slots):
+        return []
+    waiting = (placement.Waiting(s.id, s.failed_nodes) for s in run.queue.waiting(version))
+    return list(placement.place(waiting, slots))
+
+
 def place_queued(core: Core, run: Run) -> None:
     """Lease queued samples of the run's target version to workers with free slots. A lease is sent once it is durable."""
-    if not run.queue or run.stopped:
-        return
-    version = target_version(run)
-    slots = [
-        placement.Slots(w.id, len(w.leases), run.engine.max_batch) for w in run.workers.values() if servable(w, version)
-    ]  # fmt: skip
-    if not slots:
-        return
-    waiting = (
-        placement.Waiting(s.id, s.accepted, s.group.step, s.group.id) for s in run.queue.values() if s.group.version == version
-    )  # fmt: skip
     batches: dict[int, list[Lease]] = {}
-    for sample_id, worker_id in list(placement.place(waiting, slots)):
-        sample = run.queue.pop(sample_id)
+    for sample_id, worker_id in placements(core, run):
+        sample = core.samples[sample_id]
+        run.queue.discard(sample)
         batches.setdefault(worker_id, []).append(_grant(core, sample, core.workers[worker_id]))
     for worker_id, leases in batches.items():
         core.send_durable(core.workers[worker_id].conn, Assign(tuple(leases)))
@@ -265,6 +291,10 @@ def _grant(core: Core, sample: Sample, worker: Worker) -> Lease:
     sample.leased_at = sample.chunk_at = core.now
     sample.reported = sample.accepted
     worker.leases[sample.id] = sample
+    run = sample.group.run
+    run.leased[sample.lease_version] = run.leased.get(sample.lease_version, 0) + 1
+    sample.assigned_at = None
+    core.lease_granted(sample)
     core.record(rec.LeaseGranted(sample.id, sample.epoch, worker.id, sample.lease_version, sample.accepted, core.now))
     group = sample.group
     return Lease(
@@ -274,7 +304,5 @@ def _grant(core: Core, sample: Sample, worker: Worker) -> Lease:
 
 def target_version(run: Run) -> int:
     """The version that the run's workers shall hold: the oldest one that still has samples to generate, else the newest."""
-    wanted = {s.group.version for s in run.queue.values()}
-    wanted |= {s.lease_version for w in run.workers.values() for s in w.leases.values()}
-    wanted = {v for v in wanted if v in run.versions and run.versions[v].source is not None}
+    wanted = [v for v in run.queue.versions() | run.leased.keys() if v in run.versions and run.versions[v].source is not None]
     return min(wanted, default=max(run.versions, default=-1))

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
+import msgspec
 import structlog
 import zmq
 import zmq.asyncio
@@ -47,6 +48,7 @@ PEER_QUEUE = 4000
 MAX_BACKLOG_BYTES = 256 * 1024 * 1024
 #: Events handled before the loop lets others run.
 BATCH = 64
+_INT64 = 2**63
 
 
 class KeyRing:
@@ -76,6 +78,15 @@ class LedgerWriter(Protocol):
     def backlog_bytes(self) -> int: ...
 
     def submit(self, ticket: int, records: Sequence[Record]) -> None: ...
+
+
+def _fits(message: wire.ToDaemon) -> bool:
+    """Whether every integer that the ledger may be asked to keep fits its 64-bit columns. Others arrive checked or as text."""
+    if isinstance(message, wire.Call):
+        body = message.body
+        parts = [body, *body.groups] if isinstance(body, wire.SubmitGroups) else [body]
+        return all(_INT64 > value >= -_INT64 for part in parts for value in msgspec.structs.astuple(part) if isinstance(value, int))
+    return True
 
 
 class Server:
@@ -197,11 +208,15 @@ class Server:
         conn, known_key = self._conns.get(routing_id, (0, ""))
         if known_key != public_key:
             conn = self._connect(routing_id, public_key)
-        limit = wire.MAX_MESSAGE_BYTES if known_key == public_key or identity.role == "owner" else wire.MAX_HELLO_BYTES
+        greeted = conn in self.router.core.by_conn or identity.role == "owner"
+        limit = wire.MAX_MESSAGE_BYTES if greeted else wire.MAX_HELLO_BYTES
         try:
             message = wire.decode_to_daemon(body.buffer, limit)
         except WireError as error:
-            self._garbage(routing_id, public_key, error)
+            self._garbage(routing_id, public_key, error, retry=not greeted and len(body.buffer) > limit)
+            return
+        if not _fits(message):
+            self._garbage(routing_id, public_key, WireError(f"a {type(message).__name__} with numbers over 64 bits"), retry=False)
             return
         if isinstance(message, wire.WorkerHello):
             self.post(HelloReceived(conn, identity, message))
@@ -211,22 +226,27 @@ class Server:
             self.post(WorkerSaid(conn, message))
 
     def _connect(self, routing_id: bytes, public_key: str) -> int:
+        before = self._conns.get(routing_id)
+        if before is not None:
+            self._routes.pop(before[0], None)  # a routing id is the peer's choice: what was meant for another key stays unsent
         conn = self._next_conn
         self._next_conn += 1
         self._conns[routing_id] = (conn, public_key)
         self._routes[conn] = routing_id
         return conn
 
-    def _garbage(self, routing_id: bytes, public_key: str, error: WireError) -> None:
+    def _garbage(self, routing_id: bytes, public_key: str, error: WireError, *, retry: bool) -> None:
+        """Refuse and record. `retry`: too large before a hello, as the tokens of a worker whose daemon was restarted under it may be."""
         log.warning("garbage", key=public_key, cause=error.cause)
         self.router.core.count("garbage")
         self.write([Event("garbage", 0, public_key, error.cause, "{}", self._clock())])
-        self._reply_raw(routing_id, wire.Rejected(error.cause, "run workers, trainer and daemon of one release"))
+        self._reply_raw(routing_id, wire.Rejected(error.cause, "run workers, trainer and daemon of one release", retry))
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            self.post(Tick())
+            if self._writer.backlog_bytes <= MAX_BACKLOG_BYTES:  # else nobody is listened to, and silence means nothing
+                self.post(Tick())
 
     def post(self, event: RouterEvent) -> None:
         """Hand an event to the core and perform what it answers. Only from the event loop's thread."""
@@ -258,7 +278,9 @@ class Server:
 
     def _send(self, conn: int, message: wire.Message) -> None:
         routing_id = self._routes.get(conn)
-        if routing_id is not None and not self._reply_raw(routing_id, message):
+        if routing_id is None or self.keyring.identity(self._conns[routing_id][1]) is None:
+            return  # gone, or its key was revoked
+        if not self._reply_raw(routing_id, message):
             self._conns.pop(routing_id, None)
             self._routes.pop(conn, None)
 

@@ -15,7 +15,8 @@ import msgspec
 
 from scavenger.ledger import records as rec
 from scavenger.router.events import ReadHistory, RouterAction, Send, Write
-from scavenger.wire import EngineSpec, Fleet, Message, SampleKey, Sampling, WeightSource
+from scavenger.router.queue import Queue
+from scavenger.wire import EngineSpec, Fleet, Message, OpenRun, SampleKey, Sampling, WeightSource
 
 
 class IllegalTransition(Exception):
@@ -68,6 +69,7 @@ class Sample:
     lease_version: int = 0
     lease_offset: int = 0
     leased_at: float = 0.0
+    assigned_at: float | None = None  # when its lease was durable and sent; None: not yet
     accepted: int = 0
     durable: int = 0
     tokens: bytearray = field(default_factory=bytearray)
@@ -88,6 +90,7 @@ class Sample:
         if target is None:
             raise IllegalTransition(f"sample {self.id} is {self.status} and cannot {step}")
         self.status = target
+        self.group.run.dirty = True
 
     @property
     def key(self) -> SampleKey:
@@ -154,13 +157,16 @@ class Run:
     poison_after: int = 3
     on_poison: str = "stop"
     conn: int | None = None
-    opening: tuple[int, int] | None = None  # (conn, call id) of an OpenRun that waits for its history
+    opening: tuple[int, int, OpenRun] | None = None  # (conn, call id, body) of an OpenRun that waits for its history
     versions: dict[int, Version] = field(default_factory=dict)
     next_version: int = 1
     last_step: int = 0
     resume_step: int = 0
     by_key: dict[tuple[str, int, int], Group] = field(default_factory=dict)
-    queue: OrderedDict[int, Sample] = field(default_factory=OrderedDict)
+    queue: Queue = field(default_factory=Queue)
+    leased: dict[int, int] = field(default_factory=dict)  # weight version -> open leases that name it
+    takes: dict[tuple[str, int, int], int] = field(default_factory=dict)  # group key -> the next take, where one was superseded
+    dirty: bool = True  # something changed that may let a worker load, or a sample be placed
     workers: dict[int, Worker] = field(default_factory=dict)
     reserved_awake: bool = True
     stopped: str = ""
@@ -188,6 +194,8 @@ class Worker:
     asked_version: int = -1
     asked_at: float = 0.0
     load_failures: int = 0
+    drain_reason: str = ""
+    lost_assignments: int = 0
     suspect: bool = False
     progress: int = 0
     leases: dict[int, Sample] = field(default_factory=dict)
@@ -219,6 +227,8 @@ class Core:
         self.samples: dict[int, Sample] = {}
         self.workers: dict[int, Worker] = {}
         self.by_conn: dict[int, Worker] = {}
+        self.departed: OrderedDict[int, None] = OrderedDict()  # connections that said goodbye: the newest of them
+        self.ticked_at: float | None = None
         self.next_run_id = self.next_group_id = self.next_sample_id = self.next_worker_id = 1
         self.counters: dict[str, int] = {}
         self.now = 0.0
@@ -228,6 +238,8 @@ class Core:
         self._deferred: OrderedDict[int, list[RouterAction]] = OrderedDict()
         self._awaiting: OrderedDict[int, list[tuple[Sample, int]]] = OrderedDict()  # ticket -> (sample, length)
         self._lengths: list[tuple[Sample, int]] = []
+        self._granted: OrderedDict[int, list[tuple[Sample, int]]] = OrderedDict()  # ticket -> (sample, epoch)
+        self._grants: list[tuple[Sample, int]] = []
         self._waiting: list[RouterAction] = []
 
     # ---- effects of the event being handled
@@ -252,6 +264,10 @@ class Core:
         """The sample's accepted length becomes durable with this event's records."""
         self._lengths.append((sample, sample.accepted))
 
+    def lease_granted(self, sample: Sample) -> None:
+        """The sample's lease is sent when this event's records are durable; only then can its worker hold it."""
+        self._grants.append((sample, sample.epoch))
+
     def event(self, kind: str, run_id: int, subject: str, reason: str, **detail: Any) -> None:
         """Count something, and write it to the ledger's events."""
         self.count(kind)
@@ -271,9 +287,10 @@ class Core:
         if self._ticket > self._settled:
             self._deferred.setdefault(self._ticket, []).extend(self._waiting)
             self._awaiting.setdefault(self._ticket, []).extend(self._lengths)
+            self._granted.setdefault(self._ticket, []).extend(self._grants)
         else:  # all that was ever written is durable
             actions = [*actions, *self._waiting]
-        self._records, self._sends, self._waiting, self._lengths = [], [], [], []
+        self._records, self._sends, self._waiting, self._lengths, self._grants = [], [], [], [], []
         return actions
 
     def settle(self, ticket: int) -> list[tuple[Sample, int]]:
@@ -284,6 +301,10 @@ class Core:
             lengths.extend(self._awaiting.popitem(last=False)[1])
         while self._deferred and next(iter(self._deferred)) <= ticket:
             self._sends.extend(self._deferred.popitem(last=False)[1])
+        while self._granted and next(iter(self._granted)) <= ticket:
+            for sample, epoch in self._granted.popitem(last=False)[1]:
+                if sample.epoch == epoch:
+                    sample.assigned_at = self.now
         return lengths
 
     @property

@@ -9,7 +9,7 @@ from __future__ import annotations
 from scavenger.ledger import records as rec
 from scavenger.router import samples as sm
 from scavenger.router.events import Identity
-from scavenger.router.state import Core, Run, SampleStatus, Worker, WorkerStatus
+from scavenger.router.state import Core, Run, Sample, SampleStatus, Worker, WorkerStatus
 from scavenger.wire import (
     OLDEST_PROTOCOL,
     PROTOCOL,
@@ -37,6 +37,9 @@ from scavenger.wire import (
 
 MAX_LOAD_FAILURES = 5
 RETRY_LOAD_S = 1.0
+#: Departed connections whose repeats are answered: a fleet's worth.
+MAX_DEPARTED = 4096
+_INT_LIMIT = 2**31
 
 
 def hello(core: Core, conn: int, identity: Identity, hello: WorkerHello) -> None:
@@ -50,26 +53,47 @@ def hello(core: Core, conn: int, identity: Identity, hello: WorkerHello) -> None
     run = core.runs[hello.run]
     same = (hello.session, identity.intent_id, hello.kind)
     worker = next((w for w in run.workers.values() if (w.session, w.intent_id, w.kind) == same), None)
+    run.dirty = True
     if worker is None:
-        for other in list(run.workers.values()):
-            if identity.intent_id and other.intent_id == identity.intent_id:
-                gone(core, other, "a later incarnation greeted", crashed=False)
+        for other in _siblings(run, identity):
+            gone(core, other, "a later incarnation greeted", crashed=False)
         worker = _join(core, conn, identity, hello, run)
     else:
-        core.by_conn.pop(worker.conn or -1, None)
+        _disconnect(core, worker)
         worker.conn, worker.last_seen, worker.suspect = conn, core.now, False
         if worker.status is WorkerStatus.AWAY:
             worker.status = WorkerStatus.LOADING
     core.by_conn[conn] = worker
+    core.departed.pop(conn, None)
     limits = core.limits
     core.send_durable(
         conn, Welcome(worker.id, core.generation, run.name, run.engine, limits.heartbeat_s, limits.flush_ms, limits.flush_tokens)
     )  # fmt: skip
     worker.loaded_version = worker.asked_version = hello.loaded_version
     _resume_leases(core, worker, hello.held)
-    if worker.kind == "reserved" and not run.reserved_awake and worker.status not in (WorkerStatus.ASLEEP, WorkerStatus.SLEEPING):
+    if worker.kind == "reserved" and not run.reserved_awake and worker.status in (WorkerStatus.LOADING, WorkerStatus.READY):
         put_to_sleep(core, worker)
+    _repeat_orders(core, worker)
     steer(core, worker)
+
+
+def _siblings(run: Run, identity: Identity) -> list[Worker]:
+    """Earlier processes of the same harvested job."""
+    return [w for w in run.workers.values() if identity.intent_id and w.intent_id == identity.intent_id]
+
+
+def _disconnect(core: Core, worker: Worker) -> None:
+    if worker.conn is not None and core.by_conn.get(worker.conn) is worker:
+        del core.by_conn[worker.conn]
+    worker.conn = None
+
+
+def _repeat_orders(core: Core, worker: Worker) -> None:
+    """Say again what the worker was asked and has not done: any message may have been lost, and all of these may be repeated."""
+    if worker.status is WorkerStatus.DRAINING:
+        core.send_durable(worker.conn, Drain(worker.drain_reason))
+    elif worker.status is WorkerStatus.SLEEPING:
+        core.send_durable(worker.conn, Sleep())
 
 
 def _hello_fault(core: Core, identity: Identity, hello: WorkerHello) -> Rejected | None:
@@ -77,6 +101,9 @@ def _hello_fault(core: Core, identity: Identity, hello: WorkerHello) -> Rejected
         return Rejected(
             f"protocol {hello.protocol}: this daemon speaks {OLDEST_PROTOCOL} to {PROTOCOL}", "run workers and daemon of one release"
         )
+    numbers = (hello.incarnation, hello.job_id, hello.gpus)
+    if not all(0 <= n < _INT_LIMIT for n in numbers) or max(map(len, (hello.session, hello.node, hello.engine))) > 256 or not hello.session:
+        return Rejected("a hello with values that cannot be", "run workers and daemon of one release")
     if identity.role == "worker" and identity.run != hello.run:
         return Rejected(f"this key was minted for another run than {hello.run!r}", "start the worker with its own key file")
     if hello.kind not in ("harvested", "reserved") or (hello.kind == "harvested") != (identity.role == "worker"):
@@ -89,6 +116,8 @@ def _hello_fault(core: Core, identity: Identity, hello: WorkerHello) -> Rejected
         return Rejected(f"run {hello.run!r} belongs to another key", "use the key that opened the run")
     if run.ended:
         return Rejected(f"run {hello.run!r} has ended", "nothing is left to do")
+    if any(w.incarnation > hello.incarnation for w in _siblings(run, identity)):
+        return Rejected(f"a later incarnation of this job than {hello.incarnation} is at work", "nothing: this process is a leftover")
     return None
 
 
@@ -137,12 +166,17 @@ def _may_hold(core: Core, worker: Worker, held: Held) -> bool:
 def said(core: Core, conn: int, message: object) -> None:
     """A message of a greeted worker. One whose connection is unknown is asked to greet again."""
     worker = core.by_conn.get(conn)
+    if worker is None and conn in core.departed:  # it left; only its goodbye may need to be answered again
+        if isinstance(message, Goodbye):
+            core.send_durable(conn, GoodbyeAck())
+        return
     if worker is None:
         core.send(conn, HelloAgain("this connection is not known"))
         return
     worker.last_seen = core.now
     if worker.suspect:
         worker.suspect = False
+        worker.run.dirty = True
         core.event("worker_back", worker.run.id, f"worker {worker.id}", "heard again before it was given up")
     match message:
         case Chunks(chunks=chunks):
@@ -161,7 +195,10 @@ def said(core: Core, conn: int, message: object) -> None:
         case Goodbye(reason=reason, notice=notice):
             worker.notice = notice
             core.send_durable(conn, GoodbyeAck())
-            gone(core, worker, reason, crashed=False)
+            gone(core, worker, reason, crashed=False, flushed=True)
+            core.departed[conn] = None
+            while len(core.departed) > MAX_DEPARTED:
+                core.departed.popitem(last=False)
 
 
 def _heartbeat(core: Core, worker: Worker, beat: Heartbeat) -> None:
@@ -171,7 +208,8 @@ def _heartbeat(core: Core, worker: Worker, beat: Heartbeat) -> None:
         length = lengths.pop((sample.id, sample.epoch), None)
         if length is not None:
             sample.reported = length
-        elif core.now - sample.leased_at > 3 * core.limits.heartbeat_s and core.now - sample.chunk_at > 3 * core.limits.heartbeat_s:
+        elif _assignment_lost(core, sample):
+            worker.lost_assignments += 1
             sm.release(core, sample, "the assignment was lost")
     stale = tuple(
         (sample_id, epoch) for sample_id, epoch in lengths if not _may_hold(core, worker, Held(sample_id, epoch, 0))
@@ -179,7 +217,31 @@ def _heartbeat(core: Core, worker: Worker, beat: Heartbeat) -> None:
     if stale:
         core.send(worker.conn, Revoke(stale, "the sample moved on"))
     core.send(worker.conn, HeartbeatAck(core.generation))
+    _reconcile_orders(core, worker, beat)
     steer(core, worker)
+
+
+def _assignment_lost(core: Core, sample: Sample) -> bool:
+    """A lease that was sent long ago, and of which its worker knows nothing."""
+    if sample.assigned_at is None:
+        return False
+    return core.now - max(sample.assigned_at, sample.chunk_at) > 3 * core.limits.heartbeat_s
+
+
+def _reconcile_orders(core: Core, worker: Worker, beat: Heartbeat) -> None:
+    """Repair what a lost message left behind. What a heartbeat says is newer than all that was heard before it."""
+    if beat.loaded_version != worker.loaded_version:
+        worker.loaded_version = -1  # until it says, with the root hash, what it loaded
+        worker.run.dirty = True
+        if worker.status is WorkerStatus.READY:
+            worker.status = WorkerStatus.LOADING
+    asked_long_ago = core.now - worker.asked_at > 5 * core.limits.heartbeat_s
+    if worker.asked_version != worker.loaded_version and asked_long_ago and worker.status is WorkerStatus.LOADING:
+        worker.asked_version = worker.loaded_version  # `steer` asks again; a load under way is not disturbed by that
+    if worker.lost_assignments and worker.kind == "reserved" and worker.run.reserved_awake and worker.run.conn is not None:
+        core.send_durable(worker.conn, Wake())  # asleep since before the daemon restarted: it takes no lease
+    worker.lost_assignments = 0
+    _repeat_orders(core, worker)
 
 
 def _loaded(core: Core, worker: Worker, message: WeightsLoaded, version: int) -> None:
@@ -190,6 +252,7 @@ def _loaded(core: Core, worker: Worker, message: WeightsLoaded, version: int) ->
         return
     worker.loaded_version = version
     worker.load_failures = 0
+    worker.run.dirty = True
     core.event(
         "weights_loaded", worker.run.id, f"worker {worker.id}", f"version {version}", pull_s=message.pull_s, load_s=message.load_s
     )  # fmt: skip
@@ -200,7 +263,7 @@ def _loaded(core: Core, worker: Worker, message: WeightsLoaded, version: int) ->
 
 def _load_failed(core: Core, worker: Worker, message: WeightsFailed) -> None:
     worker.load_failures += 1
-    worker.asked_version = worker.loaded_version
+    worker.asked_version, worker.asked_at = worker.loaded_version, core.now
     core.event("weights_failed", worker.run.id, f"worker {worker.id}", message.reason, version=message.version)
     if worker.load_failures >= MAX_LOAD_FAILURES:
         drain(core, worker, f"weights could not be loaded {worker.load_failures} times: {message.reason}")
@@ -215,6 +278,7 @@ def _sample_failed(core: Core, worker: Worker, message: SampleFailed) -> None:
 
 
 def put_to_sleep(core: Core, worker: Worker) -> None:
+    worker.run.dirty = True
     worker.status = WorkerStatus.SLEEPING
     core.send_durable(worker.conn, Sleep())
 
@@ -225,14 +289,18 @@ def _asleep(core: Core, worker: Worker) -> None:
         sm.release(core, sample, "reserved worker sleeps")
     if worker.status is WorkerStatus.SLEEPING:
         worker.status = WorkerStatus.ASLEEP
+    worker.run.dirty = True
     if worker.run.reserved_awake:
         wake(core, worker)
 
 
 def wake(core: Core, worker: Worker) -> None:
     """Take the GPU again; a worker that has not answered Sleep yet is woken when it does."""
-    if worker.status is WorkerStatus.ASLEEP:
-        core.send(worker.conn, Wake())
+    if worker.status in (WorkerStatus.LOADING, WorkerStatus.READY):
+        core.send_durable(worker.conn, Wake())  # it may sleep since before the daemon restarted; an awake one ignores it
+    elif worker.status is WorkerStatus.ASLEEP:
+        worker.run.dirty = True
+        core.send_durable(worker.conn, Wake())
         worker.status = WorkerStatus.READY if worker.loaded_version >= 0 else WorkerStatus.LOADING
         steer(core, worker)
 
@@ -243,38 +311,40 @@ def steer(core: Core, worker: Worker) -> None:
         return
     wanted = sm.target_version(worker.run)
     version = worker.run.versions.get(wanted)
-    if version is None or version.source is None or wanted == worker.loaded_version == worker.asked_version:
-        if version is not None and wanted == worker.loaded_version:
-            worker.status = WorkerStatus.READY
+    if version is None:
         return
-    if worker.asked_version == wanted or (worker.load_failures and core.now - worker.asked_at < RETRY_LOAD_S):
+    if wanted == worker.loaded_version and (wanted == worker.asked_version or version.source is None):
+        if worker.status is not WorkerStatus.READY or worker.asked_version != wanted:
+            worker.status, worker.asked_version, worker.run.dirty = WorkerStatus.READY, wanted, True
         return
-    worker.asked_version, worker.asked_at, worker.status = wanted, core.now, WorkerStatus.LOADING
-    core.send(worker.conn, UseWeights(wanted, version.manifest, (version.source,)))
+    if version.source is None or worker.asked_version == wanted or (worker.load_failures and core.now - worker.asked_at < RETRY_LOAD_S):
+        return
+    worker.asked_version, worker.asked_at, worker.status, worker.run.dirty = wanted, core.now, WorkerStatus.LOADING, True
+    core.send_durable(worker.conn, UseWeights(wanted, version.manifest, (version.source,)))  # behind its Welcome
 
 
 def drain(core: Core, worker: Worker, reason: str) -> None:
     """Ask a worker to flush and leave for good."""
     if worker.status is not WorkerStatus.DRAINING:
-        worker.status = WorkerStatus.DRAINING
-        core.send(worker.conn, Drain(reason))
+        worker.status, worker.drain_reason, worker.run.dirty = WorkerStatus.DRAINING, reason, True
+        core.send_durable(worker.conn, Drain(reason))
 
 
-def gone(core: Core, worker: Worker, reason: str, *, crashed: bool) -> None:
-    """The worker is dead or has left: every lease of its moves with all tokens that were accepted."""
+def gone(core: Core, worker: Worker, reason: str, *, crashed: bool, flushed: bool = False) -> None:
+    """The worker is dead or has left: every lease of its moves with all tokens that were accepted. `flushed`: nothing else existed."""
     samples = list(worker.leases.values())
     salvaged = sum(s.accepted for s in samples)
     regenerated = 0
     for sample in samples:
-        lost = 0 if worker.notice else sm.lost_tokens(core, sample)
+        lost = 0 if flushed else sm.lost_tokens(core, sample)
         regenerated += lost
         sm.release(core, sample, reason, regenerated=lost, crashed=crashed)
     core.record(rec.WorkerLeft(worker.id, reason, worker.notice, len(samples), salvaged, regenerated, core.now))
     core.count("workers_lost")
     worker.run.workers.pop(worker.id, None)
     core.workers.pop(worker.id, None)
-    if worker.conn is not None:
-        core.by_conn.pop(worker.conn, None)
+    worker.run.dirty = True
+    _disconnect(core, worker)
 
 
 def watch(core: Core, worker: Worker) -> None:
@@ -287,7 +357,7 @@ def watch(core: Core, worker: Worker) -> None:
     elif silent > limits.dead_s:
         gone(core, worker, f"silent for {limits.dead_s:g} s", crashed=False)
     elif silent > limits.suspect_s and not worker.suspect:
-        worker.suspect = True
+        worker.suspect = worker.run.dirty = True
         core.event("worker_suspect", worker.run.id, f"worker {worker.id}", f"silent for {limits.suspect_s:g} s", node=worker.node)
     else:
         steer(core, worker)

@@ -1,0 +1,56 @@
+"""What must hold between the core's tables after every event, recounted from scratch. Pure; for tests and for a suspicious admin."""
+
+from __future__ import annotations
+
+from scavenger.router import samples as sm
+from scavenger.router.state import Core, Run, Sample, SampleStatus, Worker, WorkerStatus
+
+
+def check(core: Core) -> None:
+    """Raise AssertionError when the tables contradict each other, or when something is due that was not done."""
+    for sample in core.samples.values():
+        _check_sample(core, sample)
+    for worker in core.workers.values():
+        _check_worker(core, worker)
+    for run in core.runs.values():
+        _check_run(core, run)
+
+
+def _check_sample(core: Core, sample: Sample) -> None:
+    leased = sample.status in (SampleStatus.LEASED, SampleStatus.UNCONFIRMED)
+    assert leased == bool(sample.worker_id), f"sample {sample.id}: {sample.status} with worker {sample.worker_id}"
+    if leased:
+        assert core.workers[sample.worker_id].leases.get(sample.id) is sample, f"sample {sample.id}: lease not held"
+    queued = sample.id in sample.group.run.queue
+    assert queued == (sample.status is SampleStatus.QUEUED), f"sample {sample.id}: {sample.status}, in queue: {queued}"
+    assert len(sample.tokens) == 4 * sample.accepted == len(sample.logprobs) == len(sample.raw_logprobs), f"sample {sample.id}: payload"
+    assert sample.durable <= sample.accepted <= sample.group.sampling.max_tokens, f"sample {sample.id}: lengths out of order"
+    assert core.groups.get(sample.group.id) is sample.group, f"sample {sample.id}: its group is forgotten"
+
+
+def _check_worker(core: Core, worker: Worker) -> None:
+    for sample in worker.leases.values():
+        assert sample.worker_id == worker.id, f"worker {worker.id} holds sample {sample.id} of worker {sample.worker_id}"
+    if worker.conn is not None:
+        assert core.by_conn.get(worker.conn) is worker, f"worker {worker.id}: connection {worker.conn} is not its own"
+    assert worker.run.workers.get(worker.id) is worker, f"worker {worker.id} is not among its run's"
+
+
+def _check_run(core: Core, run: Run) -> None:
+    leased: dict[int, int] = {}
+    for worker in run.workers.values():
+        for sample in worker.leases.values():
+            leased[sample.lease_version] = leased.get(sample.lease_version, 0) + 1
+    assert run.leased == leased, f"run {run.id}: leases by version are counted as {run.leased}, and are {leased}"
+    waiting = {s.id for s in run.queue}
+    versions = {core.samples[i].group.version for i in waiting}
+    assert run.queue.versions() == versions, f"run {run.id}: the queue's versions"
+    assert {s.id for v in versions for s in run.queue.waiting(v)} == waiting, f"run {run.id}: the queue's order lacks samples"
+    if run.ended:
+        return
+    assert not sm.placements(core, run), f"run {run.id}: samples could be placed and were not"
+    wanted = sm.target_version(run)
+    for worker in run.workers.values():
+        idle = worker.conn is not None and not worker.leases and worker.status in (WorkerStatus.READY, WorkerStatus.LOADING)
+        if idle and not worker.load_failures and run.versions.get(wanted) is not None and run.versions[wanted].source is not None:
+            assert worker.asked_version == wanted, f"worker {worker.id} was asked for {worker.asked_version}, wanted is {wanted}"

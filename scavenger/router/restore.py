@@ -1,0 +1,127 @@
+"""From the ledger's rows back to the core's tables: after the daemon's restart, and for a trainer that resumes. Pure.
+
+Holds what a restart may not forget (I2, I3, I10). A group from the ledger is *orphaned* until the present attempt claims it, by
+attaching with its id or by submitting it again: an older attempt may have left it.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from scavenger.ledger import records as rec
+from scavenger.router.state import Core, Group, Run, Sample, SampleStatus, Version, Worker, WorkerStatus
+from scavenger.wire import EngineSpec, Reply, RunOpened, Sampling
+
+
+def restore(core: Core, snapshot: rec.Snapshot) -> None:
+    """Rebuild everything that a restarted daemon needs; open leases stay with their holders, who have not come back yet."""
+    core.next_run_id, core.next_group_id = snapshot.next_run_id, snapshot.next_group_id
+    core.next_sample_id, core.next_worker_id = snapshot.next_sample_id, snapshot.next_worker_id
+    by_id: dict[int, Run] = {}
+    for state in snapshot.runs:
+        run = _restore_run(state, core.now)
+        core.runs[run.name] = by_id[run.id] = run
+    for worker_state in snapshot.workers:
+        if worker_state.joined.run_id in by_id:
+            _restore_worker(core, by_id[worker_state.joined.run_id], worker_state.joined)
+    for state_of_group in _newest_takes(snapshot.groups):
+        owner = by_id.get(state_of_group.created.run_id)
+        if owner is None or not any(s.state in ("open", "complete") for s in state_of_group.samples):
+            continue
+        group = adopt_state(core, owner, state_of_group)
+        poisoned = next((s for s in group.samples if s.error is not None), None)
+        if poisoned is not None and owner.on_poison == "stop":
+            owner.stopped = f"sample {poisoned.id} is poisoned"
+
+
+def _newest_takes(groups: tuple[rec.GroupState, ...]) -> list[rec.GroupState]:
+    """One group for each prompt of a step: the newest."""
+    newest: dict[tuple[int, str, int, int], rec.GroupState] = {}
+    for state in sorted(groups, key=lambda g: (g.created.take, g.created.group_id)):
+        made = state.created
+        newest[(made.run_id, made.purpose, made.step, made.prompt_index)] = state
+    return sorted(newest.values(), key=lambda g: g.created.group_id)
+
+
+def history_read(core: Core, run_id: int, attempt: int, groups: tuple[rec.GroupState, ...]) -> None:
+    """The ledger's groups are back: keep them for adoption, and answer the OpenRun that waits."""
+    run = next((r for r in core.runs.values() if r.id == run_id), None)
+    if run is None or run.attempt != attempt or run.opening is None:
+        return
+    for state in _newest_takes(groups):
+        known = run.by_key.get((state.created.purpose, state.created.step, state.created.prompt_index))
+        if known is None and state.created.purpose == "train" and state.created.step > run.resume_step:
+            adopt_state(core, run, state)
+    run.conn, call_id, _ = run.opening
+    run.opening = None
+    versions = tuple((v.step, v.version, v.root) for v in sorted(run.versions.values(), key=lambda v: v.version))
+    core.send_durable(
+        run.conn, Reply(call_id, RunOpened(run.id, run.attempt, core.generation, run.next_version, run.last_step, versions))
+    )  # fmt: skip
+
+
+def adopt_state(core: Core, run: Run, state: rec.GroupState) -> Group:
+    """Rebuild a group from the ledger, orphaned. Open leases become *unconfirmed* under their old epoch."""
+    made = state.created
+    root = run.versions[state.version].root if state.version in run.versions else b""
+    sampling = msgspec.json.decode(made.sampling.encode(), type=Sampling)
+    group = Group(
+        made.group_id, run, made.purpose, made.step, made.prompt_index, made.take, state.version, root, made.prompt, made.meta, sampling,
+        orphaned=True,
+    )  # fmt: skip
+    for row in state.samples:
+        sample = Sample(
+            row.sample_id, group, row.index, epoch=row.epoch, finish=row.finish, moves=row.moves, reward=row.reward,
+            tokens=bytearray(row.tokens), logprobs=bytearray(row.logprobs), raw_logprobs=bytearray(row.raw_logprobs),
+        )  # fmt: skip
+        sample.accepted = sample.durable = len(row.tokens) // 4
+        sample.reported = sample.accepted
+        group.samples.append(sample)
+        core.samples[sample.id] = sample
+        _restore_status(core, run, sample, row)
+    core.groups[group.id] = group
+    run.by_key[group.key] = group
+    return group
+
+
+def _restore_status(core: Core, run: Run, sample: Sample, row: rec.SampleState) -> None:
+    if row.state == "complete":
+        sample.status = SampleStatus.COMPLETE
+    elif row.state != "open":
+        sample.status = SampleStatus.ENDED
+        sample.error = "poisoned" if row.state == "poisoned" else None
+    elif row.lease is not None and row.lease[1] in run.workers:
+        epoch, worker_id, version = row.lease
+        sample.status, sample.epoch, sample.lease_version = SampleStatus.UNCONFIRMED, epoch, version
+        sample.worker_id = sample.last_worker_id = worker_id
+        sample.lease_offset, sample.leased_at, sample.chunk_at, sample.assigned_at = sample.accepted, core.now, core.now, core.now
+        run.workers[worker_id].leases[sample.id] = sample
+        run.leased[version] = run.leased.get(version, 0) + 1
+    else:
+        if row.lease is not None:  # its holder left while the daemon was down
+            core.record(rec.LeaseEnded(sample.id, sample.epoch, "holder unknown after a restart", sample.accepted, 0, core.now))
+        run.queue.add(sample)
+
+
+def _restore_run(state: rec.RunState, now: float) -> Run:
+    made = state.created
+    run = Run(made.run_id, made.name, made.owner_key, made.seed, msgspec.json.decode(state.engine.encode(), type=EngineSpec))
+    config = msgspec.json.decode(state.config.encode())
+    section = config.get("run", {})
+    run.harvest = bool(section.get("harvest", True))
+    run.max_engines, run.gpus_per_engine = int(section.get("max_engines", 0)), int(section.get("gpus_per_engine", 1))
+    run.poison_after, run.on_poison = int(section.get("poison_after", 3)), str(section.get("on_poison", "stop"))
+    run.attempt, run.resume_step, run.last_step = state.attempt, state.resume_step, state.last_step
+    run.trainer_seen = now
+    for v in state.versions:
+        run.versions[v.version] = Version(v.version, v.step, v.root, v.manifest)
+    run.next_version = max(run.versions, default=0) + 1
+    return run
+
+
+def _restore_worker(core: Core, run: Run, joined: rec.WorkerJoined) -> None:
+    worker = Worker(
+        joined.worker_id, run, joined.kind, joined.intent_id, joined.session, joined.incarnation,
+        joined.job_id, joined.node, joined.gpus, None, WorkerStatus.AWAY, core.now, idle_since=core.now,
+    )  # fmt: skip
+    core.workers[worker.id] = run.workers[worker.id] = worker
