@@ -1,0 +1,409 @@
+"""The harvester: observe -> tracker -> policy -> perform, round and round. Theory of operation:
+
+    cluster.view()  (one thread, never on the loop)
+      -> Tracker.observe(view)      records to the ledger, JobGone to the router, keys of closed jobs removed
+      -> policy.decide(view, ...)   actions with reasons
+      -> perform                    intent durable -> key file -> key allowed -> sbatch -> submitted
+
+A failed observation is an event with back-off: nothing is decided, cancelled or concluded on it. A process that dies anywhere in between
+leaves what its successor needs: an intent in the ledger, and a job that carries the intent in its name and comment.
+
+Owns the order and the timing. Decides nothing about jobs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pwd
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, ParamSpec, TypeVar
+
+import msgspec
+import structlog
+
+from scavenger import keys
+from scavenger.cluster.model import ClusterInfo, ClusterView
+from scavenger.cluster.port import Cluster
+from scavenger.config import DaemonConfig
+from scavenger.errors import AuthError, ClusterError, ClusterUnavailable, ConfigError, SubmitUnknown
+from scavenger.harvest import policy, preflight, sights
+from scavenger.harvest.health import Health, HealthRules
+from scavenger.harvest.policy import Cancel, CancelPending, Decision, GiveBack, Leaving, Limits, Submit
+from scavenger.harvest.room import owners
+from scavenger.harvest.script import job_spec, log_path, read_template
+from scavenger.harvest.tracker import Output, Rules, Tracker
+from scavenger.ledger import records as rec
+from scavenger.router.events import Identity, IntentRevoked, RouterEvent
+from scavenger.router.machine import Demand
+
+P = ParamSpec("P")
+R = TypeVar("R")
+log = structlog.get_logger()
+
+#: A drained engine's job that is still there after this is cancelled.
+LEAVE_S = 30.0
+#: Longest wait between two tries to reach a scheduler that does not answer.
+MAX_RETRY_S = 300.0
+#: Least time between two observations, whoever pokes.
+MIN_PAUSE_S = 2.0
+#: How often the demand is compared with what was last decided on.
+DEMAND_TICK_S = 1.0
+#: How long a stop waits for the cycle under way, so that a submission's answer is still recorded.
+STOP_S = 3.0
+#: How long a shutdown that cancels waits for the jobs to leave the queue.
+CANCEL_S = 20.0
+
+
+class Harvester:
+    """See the module. `commit` returns when its records are durable, `write` at once; `post` hands the router an event."""
+
+    def __init__(
+        self,
+        config: DaemonConfig,
+        cluster: Cluster,
+        uid: str,
+        *,
+        commit: Callable[[Sequence[rec.Record]], Awaitable[None]],
+        write: Callable[[Sequence[rec.Record]], object],
+        post: Callable[[RouterEvent], None],
+        demand: Callable[[], Sequence[Demand]],
+        leases: Callable[[], Mapping[str, tuple[int, float]]],
+        register: Callable[[str, Identity], None],
+        unregister: Callable[[str], None],
+        clock: Callable[[], float],
+        leave_s: float = LEAVE_S,
+        token: Callable[[], str] = lambda: secrets.token_hex(4),
+    ) -> None:
+        self.config, self.cluster, self.uid = config, cluster, uid
+        self._commit, self._write, self._post = commit, write, post
+        self._demand, self._leases = demand, leases
+        self._register, self._unregister = register, unregister
+        self._clock, self._leave_s, self._token = clock, leave_s, token
+        self._template = read_template(config.harvest.job_template)
+        self._state_dir = config.daemon.state_dir
+        harvest = config.harvest
+        health = HealthRules(harvest.quarantine_after, harvest.quarantine_s, harvest.backoff_s)
+        user = pwd.getpwuid(os.getuid()).pw_name
+        self.tracker = Tracker(Rules(uid, user, config.cluster.absent_s, health))
+        self.view: ClusterView | None = None  # the last complete observation, for the display
+        self._info: ClusterInfo | None = None
+        self._refused = ""  # why the partition may no longer be harvested
+        self._failures = 0
+        self._last_reason = ""
+        self._decided_on: tuple[tuple[int, int, int], ...] = ()
+        self._poked = asyncio.Event()
+        self._stopping = asyncio.Event()
+        self._cycle_lock = asyncio.Lock()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cluster")
+
+    # ---------------------------------------------------------------- life
+
+    def restore(self, jobs: Sequence[rec.JobState]) -> None:
+        """Take over the jobs that the ledger has, and let their workers in again. Call before `run`."""
+        now = self._clock()
+        self.tracker.restore(jobs, now)
+        for job in jobs:
+            intended = job.intended
+            try:
+                pair = keys.read_keypair(keys.worker_key_path(self._state_dir, intended.intent_id))
+            except AuthError as error:
+                if job.job_id:  # without its key the job can never greet; before the submission there need not be one
+                    self._write([rec.Event("worker_key_missing", intended.run_id, intended.intent_id, error.cause, "{}", now)])
+                    self.tracker.revoke(intended.intent_id, Leaving.GIVEN_BACK, error.cause, now)
+                continue
+            self._register(pair.public, Identity("worker", pair.public, pair.run, pair.intent))
+        known = {job.intended.intent_id for job in jobs}
+        for path in sorted((self._state_dir / "workers").glob("scv-*.key")):
+            if path.stem not in known:
+                path.unlink(missing_ok=True)
+
+    def poke(self) -> None:
+        """Observe soon: something changed. Only from the event loop's thread."""
+        self._poked.set()
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Harvest until `stop` is set. Raises `ConfigError` when the partition may not be harvested, `ClusterError` when there is no
+        scheduler to talk to; what fails later is an event and is tried again."""
+        (self._state_dir / "logs").mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            while not (stop.is_set() or self._stopping.is_set()):
+                async with self._cycle_lock:
+                    wait_s = await self._cycle()
+                await self._pause(stop, wait_s)
+        finally:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def shutdown(self, cancel: bool) -> None:
+        """Stop. Jobs stay for the next daemon unless `cancel`: then every one is cancelled, and waited for while that takes `CANCEL_S`."""
+        self._stopping.set()
+        self._poked.set()
+        with contextlib.suppress(TimeoutError):  # a hung command: what it does is found out by the next daemon
+            async with asyncio.timeout(CANCEL_S if cancel else STOP_S):
+                async with self._cycle_lock:
+                    if cancel:
+                        await self._cancel_all()
+
+    async def _cancel_all(self) -> None:
+        thread, self._thread = self._thread, ThreadPoolExecutor(max_workers=1, thread_name_prefix="cluster")
+        thread.shutdown(wait=False)
+        try:
+            while jobs := self.tracker.jobs({}):
+                chosen = [Cancel(job.intent_id, "the daemon shuts down") for job in jobs if job.job_id and job.leaving is Leaving.NO]
+                await self._cancel(chosen, "shutdown")
+                self._absorb(self.tracker.observe(await self._look(), self._clock()))
+                if not any(job.job_id for job in self.tracker.jobs({})):
+                    return
+                await asyncio.sleep(min(1.0, self.config.cluster.quick_s))
+        except ClusterUnavailable as error:
+            log.warning("jobs may be left", reason=error.cause, jobs=sorted(self.tracker.job_ids()))
+        finally:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+
+    # ---------------------------------------------------------------- one cycle
+
+    async def _cycle(self) -> float:
+        """Observe, conclude, decide, perform. Returns the seconds until the next look."""
+        section = self.config.cluster
+        try:
+            view = await self._observe()
+        except ClusterUnavailable as error:
+            return self._unreachable(error)
+        except ClusterError as error:
+            if self._info is None:
+                raise  # it never worked: no Slurm on PATH, not a cluster
+            return self._unreachable(error)
+        if self._failures:
+            self._write([rec.Event("cluster_back", 0, self._name, f"answers again after {self._failures} failures", "{}", self._clock())])
+            self._failures = 0
+        self.view = view
+        self.tracker.works(intent for intent, (n_leases, _) in self._leases().items() if n_leases)
+        output = self.tracker.observe(view, self._clock())
+        self._absorb(output)
+        self._sample(view)
+        await self._cancel_strangers(output.strangers)
+        demand = self._wanted()
+        now = self._clock()
+        limits = limits_of(self.config, self.tracker.health, self._leave_s, now)
+        decision = policy.decide(view, demand, self.tracker.jobs(self._leases()), limits, now)
+        await self._perform(decision, demand)
+        return section.quick_s if self.tracker.expecting(self._clock()) else section.observe_s
+
+    async def _observe(self) -> ClusterView:
+        if self._info is None:
+            info = await self._call(self.cluster.info)
+            view = await self._look()
+            preflight.check(info, view.partitions, self.config.harvest.partition, self.config.harvest.qos)
+            self._info = info
+            return view
+        view = await self._look()
+        self._check_again(view)
+        return view
+
+    async def _look(self) -> ClusterView:
+        """A view, stamped by our clock and with the time before it was asked for: it is at least as new as it says."""
+        asked_at = self._clock()
+        return replace(await self._call(self.cluster.view), observed_at=asked_at)
+
+    def _check_again(self, view: ClusterView) -> None:
+        """A partition that stops being harmless while we run gets no more jobs, and loses those it has."""
+        assert self._info is not None
+        refused = ""
+        try:
+            preflight.check(self._info, view.partitions, self.config.harvest.partition, self.config.harvest.qos)
+        except ConfigError as error:
+            refused = error.cause
+        if refused != self._refused:
+            kind = "partition_refused" if refused else "partition_allowed"
+            self._write([rec.Event(kind, 0, self.config.harvest.partition, refused or "it is preemptible again", "{}", self._clock())])
+        self._refused = refused
+
+    def _unreachable(self, error: ClusterError) -> float:
+        self._failures += 1
+        retry_s = min(MAX_RETRY_S, self.config.cluster.quick_s * 2.0 ** min(self._failures - 1, 30))
+        detail = _json({"failures": self._failures, "retry_s": retry_s})
+        self._write([rec.Event("cluster_unavailable", 0, self._name, error.cause, detail, self._clock())])
+        log.warning("cluster unavailable", reason=error.cause, failures=self._failures, retry_s=retry_s)
+        return retry_s
+
+    def _absorb(self, output: Output) -> None:
+        """Pass on what the tracker concluded: the ledger first, then the router, then the keys of closed jobs."""
+        if output.records:
+            self._write(output.records)
+        for event in output.gone:
+            self._post(event)
+        for record in output.records:
+            if isinstance(record, rec.JobEnded):
+                self._drop_key(record.intent_id)
+
+    def _sample(self, view: ClusterView) -> None:
+        now = self._clock()
+        have = owners(view, self.config.harvest.partition, self.tracker.job_ids(), now)
+        sample = rec.ClusterSampled(have.idle, have.harvested, have.others, have.reserved, have.unusable, have.pending_others, now)
+        self._write([sample])
+
+    def _wanted(self) -> list[Demand]:
+        demand = list(self._demand())
+        self._decided_on = _shape(demand)
+        if self._refused:
+            return [Demand(d.run_id, d.run, 0, d.gpus_per_engine, self._refused) for d in demand]
+        return demand
+
+    # ---------------------------------------------------------------- perform
+
+    async def _perform(self, decision: Decision, demand: Sequence[Demand]) -> None:
+        inputs = _json({"decision": decision.reason, "demand": [[d.run, d.engines, d.gpus_per_engine] for d in demand]})
+        if not decision.actions:
+            if decision.reason != self._last_reason:
+                self._write([rec.Decision("harvest", "none", "", decision.reason, inputs, self._clock())])
+            self._last_reason = decision.reason
+            return
+        self._last_reason = ""
+        cancels = [action for action in decision.actions if isinstance(action, CancelPending | Cancel)]
+        try:
+            await self._cancel(cancels, inputs)
+            for action in decision.actions:
+                if isinstance(action, GiveBack):
+                    self._give_back(action, inputs)
+                elif isinstance(action, Submit) and not await self._submit(action, inputs):
+                    break  # one that fails says enough about the next
+        except ClusterUnavailable as error:
+            self._unreachable(error)
+
+    async def _cancel(self, actions: Sequence[CancelPending | Cancel], inputs: str) -> None:
+        """Cancel jobs with one command. What has no id yet is remembered, and cancelled when it turns up."""
+        now = self._clock()
+        if not actions:
+            return
+        self._write([_decided(action, action.intent_id, inputs, now) for action in actions])
+        ids = {action.intent_id: self.tracker.intents[action.intent_id].job_id for action in actions}
+        for action in actions:
+            if not ids[action.intent_id]:
+                self.tracker.revoke(action.intent_id, Leaving.GIVEN_BACK, action.reason, now)
+        known = tuple(sorted(job_id for job_id in ids.values() if job_id))
+        if known:
+            await self._call(self.cluster.cancel, known)
+        for action in actions:
+            if ids[action.intent_id]:
+                self.tracker.revoke(action.intent_id, Leaving.CANCELLED, action.reason, self._clock())
+
+    async def _cancel_strangers(self, job_ids: tuple[int, ...]) -> None:
+        if not job_ids:
+            return
+        why = "it carries this ledger's id and an intent that the ledger does not have open"
+        self._write([rec.Event("stranger_cancelled", 0, f"job {job_id}", why, "{}", self._clock()) for job_id in job_ids])
+        try:
+            await self._call(self.cluster.cancel, job_ids)
+        except ClusterUnavailable as error:
+            self._unreachable(error)  # the next view shows them again
+
+    def _give_back(self, action: GiveBack, inputs: str) -> None:
+        now = self._clock()
+        self._write([_decided(action, action.intent_id, inputs, now)])
+        self.tracker.revoke(action.intent_id, Leaving.GIVEN_BACK, action.reason, now)
+        self._post(IntentRevoked(action.intent_id, action.reason))
+
+    async def _submit(self, action: Submit, inputs: str) -> bool:
+        """Submit one job. The intent is durable before Slurm can know of it. False when Slurm did not take it."""
+        intent_id = sights.intent_name(self._token())
+        pair = keys.generate(action.run, intent_id)
+        assert self._info is not None
+        spec = job_spec(self.config, self._template, self._info.backend, self.uid, intent_id, action)
+        now = self._clock()
+        intended = rec.JobIntended(intent_id, action.run_id, action.partition, action.gpus, pair.public, now)
+        await self._commit([intended, _decided(action, intent_id, inputs, now)])
+        self.tracker.intend(intended, self._clock())
+        await self._call(keys.write_keypair, keys.worker_key_path(self._state_dir, intent_id), pair)
+        self._register(pair.public, Identity("worker", pair.public, action.run, intent_id))
+        try:
+            job_id = await self._call(self.cluster.submit, spec)
+        except (SubmitUnknown, ClusterUnavailable) as error:
+            self._absorb(self.tracker.submit_unknown(intent_id, error.cause, self._clock()))
+            return False
+        except ClusterError as error:
+            self._absorb(self.tracker.submit_refused(intent_id, error.cause, self._clock()))
+            return False
+        self._absorb(self.tracker.submitted(intent_id, job_id, self._clock()))
+        return True
+
+    def _drop_key(self, intent_id: str) -> None:
+        """A closed job's key opens nothing any more."""
+        path = keys.worker_key_path(self._state_dir, intent_id)
+        with contextlib.suppress(AuthError):  # never written, or removed already
+            self._unregister(keys.read_keypair(path).public)
+        path.unlink(missing_ok=True)
+        log_file = log_path(self._state_dir, intent_id)
+        if log_file.exists() and log_file.stat().st_size == 0:
+            log_file.unlink(missing_ok=True)
+
+    # ---------------------------------------------------------------- time and threads
+
+    async def _call(self, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run a blocking call in the cluster's one thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: function(*args, **kwargs))
+
+    async def _pause(self, stop: asyncio.Event, wait_s: float) -> None:
+        """Until `wait_s` are over, somebody pokes, the demand is another one, or it is time to stop."""
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        floor_s = min(MIN_PAUSE_S, self.config.cluster.quick_s)
+        while not (stop.is_set() or self._stopping.is_set()):
+            elapsed_s = loop.time() - started
+            moved = not self._failures and (self._poked.is_set() or _shape(self._demand()) != self._decided_on)
+            if elapsed_s >= wait_s or (moved and elapsed_s >= floor_s):
+                break
+            left_s = (floor_s if moved else wait_s) - elapsed_s
+            await _first(stop, self._stopping, *([] if moved else [self._poked]), timeout_s=min(DEMAND_TICK_S, left_s))
+        self._poked.clear()
+
+    @property
+    def _name(self) -> str:
+        return self._info.name if self._info is not None else "cluster"
+
+
+def limits_of(config: DaemonConfig, health: Health, leave_s: float, now: float) -> Limits:
+    """What the configuration and the nodes' health allow now."""
+    harvest, cluster = config.harvest, config.cluster
+    not_before, why = health.backoff()
+    return Limits(
+        partition=harvest.partition,
+        max_engines=harvest.max_engines,
+        max_pending=harvest.max_pending,
+        headroom_gpus=harvest.headroom_gpus,
+        gpu_type=harvest.gpu_type,
+        cpus_per_engine=harvest.cpus_per_engine,
+        memory_mb_per_engine=harvest.memory_mb_per_engine,
+        stale_s=max(2 * cluster.observe_s, cluster.command_timeout_s),
+        horizon_s=cluster.observe_s,
+        leave_s=leave_s,
+        quarantined=health.quarantined(now),
+        not_before=not_before,
+        not_before_reason=why,
+    )
+
+
+async def _first(*events: asyncio.Event, timeout_s: float) -> None:
+    """Wait until one of the events is set, for `timeout_s` at most."""
+    tasks = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _shape(demand: Sequence[Demand]) -> tuple[tuple[int, int, int], ...]:
+    return tuple(sorted((d.run_id, d.engines, d.gpus_per_engine) for d in demand))
+
+
+def _decided(action: policy.Action, intent_id: str, inputs: str, now: float) -> rec.Decision:
+    names = {Submit: "submit", CancelPending: "cancel_pending", GiveBack: "give_back", Cancel: "cancel"}
+    return rec.Decision("harvest", names[type(action)], intent_id, action.reason, inputs, now)
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()

@@ -1,0 +1,154 @@
+"""What one look at the queue says about one job of ours, as tables. Pure.
+
+Slurm's states are not ends: PREEMPTED and NODE_FAIL jobs come back under the same id, COMPLETING ones still hold GPUs, one that is not
+listed may be listed again. `sight_of` reads a job's state, `NEXT` says what it means for an intent in each stage, and `HELD_BY` how a hold
+that ended is called in the ledger.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from enum import StrEnum
+
+from scavenger.cluster.model import Job, JobFlag, JobState
+from scavenger.errors import ScavengerError
+
+
+class Stage(StrEnum):
+    """Where a job intent is in its life."""
+
+    UNKNOWN = "unknown"  # intended; not known whether Slurm has it
+    WAITING = "waiting"  # in the queue, holds nothing
+    HOLDING = "holding"  # holds GPUs
+    COMPLETING = "completing"  # its processes are going, the GPUs are not free yet
+    RETURNING = "returning"  # PREEMPTED or lost its node, and on its way back to PENDING
+    MISSING = "missing"  # was in the queue and is not listed
+    OVER = "over"  # Slurm says that it ended
+    ENDED = "ended"  # closed in the ledger
+
+
+class Sight(StrEnum):
+    """What one observation shows."""
+
+    WAITS = "waits"
+    HOLDS = "holds"
+    COMPLETES = "completes"
+    RETURNS = "returns"
+    FINISHED = "finished"
+    ABSENT = "absent"
+
+
+_STAGE_OF = {
+    Sight.WAITS: Stage.WAITING,
+    Sight.HOLDS: Stage.HOLDING,
+    Sight.COMPLETES: Stage.COMPLETING,
+    Sight.RETURNS: Stage.RETURNING,
+    Sight.FINISHED: Stage.OVER,
+}
+_ABSENT_FROM = {
+    Stage.UNKNOWN: Stage.UNKNOWN,
+    Stage.WAITING: Stage.MISSING,
+    Stage.HOLDING: Stage.MISSING,
+    Stage.COMPLETING: Stage.MISSING,
+    Stage.RETURNING: Stage.MISSING,
+    Stage.MISSING: Stage.MISSING,
+    Stage.OVER: Stage.OVER,  # a finished job that is no longer listed is still finished
+}
+
+#: (stage, sight) -> stage. Any living stage can follow any other between two looks; nothing follows ENDED.
+NEXT: dict[tuple[Stage, Sight], Stage] = {
+    **{(stage, sight): target for stage in _ABSENT_FROM for sight, target in _STAGE_OF.items()},
+    **{(stage, Sight.ABSENT): target for stage, target in _ABSENT_FROM.items()},
+}
+
+#: Stages in which the clock of `absent_s` runs: unless the job is seen alive before it has run out, the intent is closed.
+UNSEEN = frozenset({Stage.UNKNOWN, Stage.MISSING, Stage.RETURNING, Stage.OVER})
+
+_SIGHT_OF: Mapping[JobState, Sight] = {
+    JobState.PENDING: Sight.WAITS,
+    JobState.RUNNING: Sight.HOLDS,
+    JobState.SUSPENDED: Sight.HOLDS,
+    JobState.PREEMPTED: Sight.RETURNS,
+    JobState.NODE_FAIL: Sight.RETURNS,
+    JobState.BOOT_FAIL: Sight.RETURNS,
+    JobState.COMPLETED: Sight.FINISHED,
+    JobState.CANCELLED: Sight.FINISHED,
+    JobState.FAILED: Sight.FINISHED,
+    JobState.TIMEOUT: Sight.FINISHED,
+    JobState.DEADLINE: Sight.FINISHED,
+    JobState.OUT_OF_MEMORY: Sight.FINISHED,
+}
+
+#: Why a hold ended, by the state that the job is in then (`records.HoldEnded`). PENDING and RUNNING: see `Tracker`.
+HELD_BY: Mapping[JobState, str] = {
+    JobState.PREEMPTED: "preempted",
+    JobState.NODE_FAIL: "node_fail",
+    JobState.BOOT_FAIL: "node_fail",
+    JobState.COMPLETED: "completed",
+    JobState.CANCELLED: "cancelled",
+    JobState.FAILED: "failed",
+    JobState.OUT_OF_MEMORY: "failed",
+    JobState.TIMEOUT: "timeout",
+    JobState.DEADLINE: "timeout",
+}
+CRASHES = frozenset({JobState.FAILED, JobState.OUT_OF_MEMORY})
+
+_HOLDS_BACK = frozenset({JobFlag.REQUEUE_HOLD, JobFlag.SPECIAL_EXIT})
+_LEFT_ON_NOTICE = (128 + 15, 75)  # TERM, or EX_TEMPFAIL: what our worker exits with when it was told to go
+_KILLED = (0, 128 + 9, *_LEFT_ON_NOTICE)
+_INTENT = re.compile(r"scv-[0-9a-f]{8}")
+
+
+class IllegalStage(ScavengerError):
+    """A bug: an intent was moved in a way that the table does not hold. Nothing was changed."""
+
+
+def intent_name(token: str) -> str:
+    """The intent id for eight random hex digits. It is the job's name too: plugins rewrite comments."""
+    name = f"scv-{token}"
+    if not _INTENT.fullmatch(name):
+        raise ValueError(f"not eight hex digits: {token!r}")
+    return name
+
+
+def comment_of(uid: str, intent_id: str) -> str:
+    return f"scavenger:{uid}:{intent_id}"
+
+
+def intent_in(job: Job, uid: str) -> tuple[str, bool]:
+    """The intent that a job carries, and whether its comment proves that it is of ledger `uid`. ("", False) for others' jobs."""
+    owner, _, intent = job.comment.removeprefix("scavenger:").partition(":")
+    if job.comment.startswith("scavenger:") and _INTENT.fullmatch(intent):
+        return (intent, True) if owner == uid else ("", False)
+    return (job.name, False) if _INTENT.fullmatch(job.name) else ("", False)
+
+
+def sight_of(job: Job) -> Sight:
+    if JobFlag.COMPLETING in job.flags:
+        return Sight.COMPLETES
+    if job.flags & {JobFlag.REQUEUED, JobFlag.REQUEUE_FED, JobFlag.REQUEUE_HOLD, JobFlag.SPECIAL_EXIT}:
+        return Sight.WAITS
+    return _SIGHT_OF[job.state]
+
+
+def next_stage(stage: Stage, sight: Sight) -> Stage:
+    """The stage that follows. Raises `IllegalStage` for an intent that is closed."""
+    target = NEXT.get((stage, sight))
+    if target is None:
+        raise IllegalStage(f"an intent that is {stage} cannot be seen as {sight}")
+    return target
+
+
+def held_back(job: Job) -> str:
+    """Why a pending job never starts by itself, or ""."""
+    if job.flags & _HOLDS_BACK or job.reason.startswith(("JobHeld", "launch")):
+        return job.reason or "+".join(sorted(job.flags))
+    return ""
+
+
+def crashed(job: Job) -> bool:
+    """Whether the engine itself failed. While a job is completing only its exit code can tell, and a killed one does not."""
+    if job.state in CRASHES:
+        return job.exit_code not in _LEFT_ON_NOTICE
+    return job.state is JobState.RUNNING and JobFlag.COMPLETING in job.flags and job.exit_code not in _KILLED

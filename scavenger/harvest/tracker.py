@@ -1,0 +1,384 @@
+"""What has become of each job that we intended, from one observation after the other. Pure.
+
+    intend -> submitted | submit_unknown | submit_refused          what we did
+    observe(view)  -> Output(records, gone, strangers, ended)      what the queue shows; see `sights` for the tables
+    revoke                                                         what we asked to leave
+
+No single observation is trusted: a job that is not listed, or is listed as finished, is closed only when it was so for `absent_s` and at
+least twice. What can be said at once is that an *incarnation* is over (its restart count grew, it is pending again, it is completing or
+finished): the router moves its samples then, and fencing makes an early move safe.
+
+Owns the intents and their holds. Knows nothing of commands, keys or demand; `now` is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from scavenger.cluster.model import ClusterView, Job, JobState
+from scavenger.harvest import sights
+from scavenger.harvest.health import Health, HealthRules
+from scavenger.harvest.policy import Leaving, OurJob
+from scavenger.harvest.sights import Sight, Stage
+from scavenger.ledger import records as rec
+from scavenger.router.events import JobGone
+
+#: An engine that failed sooner than this after its start "died at once".
+SHORT_LIFE_S = 60.0
+#: A job that has waited in the queue for longer than this may wait for hours: it is no reason to look often.
+EXPECTED_S = 180.0
+_LOST_NODE = frozenset({"down", "not_responding", "fail", "failing", "error", "unknown"})
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """`uid` identifies this ledger in the comments of its jobs; `user` owns them."""
+
+    uid: str
+    user: str
+    absent_s: float
+    health: HealthRules
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What an observation (or a submission's answer) led to. `strangers`: jobs with our uid whose intent the ledger does not have."""
+
+    records: tuple[rec.Record, ...] = ()
+    gone: tuple[JobGone, ...] = ()
+    strangers: tuple[int, ...] = ()
+    ended: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Hold:
+    """One incarnation that holds GPUs."""
+
+    restart_count: int
+    node: str
+    started_at: float
+
+
+@dataclass(slots=True)
+class Tracked:
+    """One intent that is not closed."""
+
+    intended: rec.JobIntended
+    job_id: int = 0
+    stage: Stage = Stage.UNKNOWN
+    seen: tuple[str, str, str, int] = ("", "", "", 0)  # (state, flags, node, restart count) as last recorded
+    job: Job | None = None  # as last listed
+    last_state: str = ""
+    held: str = ""
+    hold: Hold | None = None
+    last_hold: int = -1  # the restart count of the newest hold in the ledger: each is recorded once
+    told: int = -1  # the newest incarnation of which the router knows that it is over
+    since: float = 0.0  # when it entered its stage
+    known_at: float = 0.0  # when the present stage was last confirmed
+    unseen_since: float | None = None
+    unseen: int = 0
+    leaving: Leaving = Leaving.NO
+    asked_at: float = 0.0
+    why_leaving: str = ""
+
+    @property
+    def intent_id(self) -> str:
+        return self.intended.intent_id
+
+
+@dataclass(slots=True)
+class _Draft:
+    """An `Output` being written."""
+
+    now: float
+    records: list[rec.Record] = field(default_factory=list)
+    gone: list[JobGone] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
+
+    def finish(self, strangers: Iterable[int] = ()) -> Output:
+        return Output(tuple(self.records), tuple(self.gone), tuple(sorted(strangers)), tuple(self.ended))
+
+
+class Tracker:
+    """See the module. Not shared between threads."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.health = Health(rules.health)
+        self.intents: dict[str, Tracked] = {}
+        self._quarantined: dict[str, str] = {}
+
+    # ---------------------------------------------------------------- what we did
+
+    def intend(self, intended: rec.JobIntended, now: float) -> None:
+        """The intent is durable; its submission follows."""
+        self.intents[intended.intent_id] = Tracked(intended, known_at=now, since=now)
+
+    def submitted(self, intent_id: str, job_id: int, now: float) -> Output:
+        """Slurm answered with an id. The job waits until a view says otherwise."""
+        one = self.intents[intent_id]
+        one.job_id, one.stage, one.known_at, one.since = job_id, Stage.WAITING, now, now
+        one.unseen_since, one.unseen = None, 0
+        return Output((rec.JobSubmitted(intent_id, job_id, now),))
+
+    def submit_unknown(self, intent_id: str, reason: str, now: float) -> Output:
+        """No answer came: the job may exist. It is looked up by its comment and name, and submitted afresh only when it stays absent."""
+        return Output((rec.Event("submit_unknown", self.intents[intent_id].intended.run_id, intent_id, reason, "{}", now),))
+
+    def submit_refused(self, intent_id: str, reason: str, now: float) -> Output:
+        """Slurm refused: there is no job."""
+        one = self.intents.pop(intent_id)
+        self.health.failed_at_once(f"submission refused: {reason}", now)
+        records = (
+            rec.JobEnded(intent_id, "REFUSED", reason, now),
+            rec.Event("submit_refused", one.intended.run_id, intent_id, reason, "{}", now),
+        )
+        return Output(records, ended=(intent_id,))
+
+    def revoke(self, intent_id: str, how: Leaving, reason: str, now: float) -> None:
+        """We asked the job to leave (again)."""
+        one = self.intents[intent_id]
+        one.leaving, one.asked_at, one.why_leaving = how, now, reason
+
+    def restore(self, states: Sequence[rec.JobState], now: float) -> None:
+        """Take over what the ledger has. Nothing is concluded before the first view."""
+        for state in sorted(states, key=lambda s: s.intended.intent_id):
+            one = Tracked(state.intended, state.job_id, known_at=now, since=now, last_state=state.last_state)
+            one.stage = Stage.UNKNOWN if not state.job_id else Stage.HOLDING if state.hold_open else Stage.WAITING
+            one.last_hold = state.restart_count - 1
+            if state.hold_open:
+                one.hold = Hold(state.restart_count, state.node, now)
+                one.last_hold = state.restart_count
+            self.intents[one.intent_id] = one
+
+    # ---------------------------------------------------------------- what the queue shows
+
+    def observe(self, view: ClusterView, now: float) -> Output:
+        """Compare a view with what we know. Records, events and ends come in the order of intent ids."""
+        draft = _Draft(now)
+        listed, strangers = self._match(view)
+        lost = {node.name for node in view.nodes if node.states & _LOST_NODE}
+        for intent_id in sorted(self.intents):
+            self._look(draft, self.intents[intent_id], listed.get(intent_id), lost)
+        for intent_id in draft.ended:
+            del self.intents[intent_id]
+        self._note_quarantine(draft)
+        return draft.finish(strangers)
+
+    def _match(self, view: ClusterView) -> tuple[dict[str, Job], list[int]]:
+        """Which listed job is which intent's, and jobs that carry our uid for an intent that the ledger does not have.
+
+        A job counts as an intent's when it carries the intent in its comment or name and has the id that we know, if we know one: an id
+        alone proves nothing, because a controller that lost its state gives ids out again.
+        """
+        listed: dict[str, Job] = {}
+        strangers = []
+        for job in sorted(view.jobs, key=lambda job: job.job_id):
+            intent_id, proved = sights.intent_in(job, self.rules.uid)
+            one = self.intents.get(intent_id)
+            alive = sights.sight_of(job) in (Sight.WAITS, Sight.HOLDS)
+            if one is None:
+                if proved and alive and job.user == self.rules.user:
+                    strangers.append(job.job_id)
+            elif job.user == self.rules.user and one.job_id in (0, job.job_id) and intent_id not in listed:
+                listed[intent_id] = job
+            elif proved and alive and job.user == self.rules.user:
+                strangers.append(job.job_id)  # a second job of one intent: its submission was repeated behind our back
+        return listed, strangers
+
+    def _look(self, draft: _Draft, one: Tracked, job: Job | None, lost: set[str]) -> None:
+        sight = Sight.ABSENT if job is None else sights.sight_of(job)
+        target = sights.next_stage(one.stage, sight)
+        if job is not None:
+            self._adopt(draft, one, job)
+            self._record_state(draft, one, job)
+            self._follow_hold(draft, one, job, sight, lost)
+            one.job, one.last_state, one.held = job, str(job.state), sights.held_back(job)
+        one.since = one.since if target is one.stage else draft.now
+        one.stage = target
+        if target not in sights.UNSEEN:
+            one.known_at, one.unseen_since, one.unseen = draft.now, None, 0
+            return
+        one.unseen += 1
+        if one.unseen_since is None:
+            one.unseen_since = draft.now
+        if one.unseen >= 2 and draft.now - one.unseen_since >= self.rules.absent_s:
+            self._end(draft, one)
+
+    def _adopt(self, draft: _Draft, one: Tracked, job: Job) -> None:
+        if not one.job_id:
+            one.job_id = job.job_id
+            draft.records.append(rec.JobSubmitted(one.intent_id, job.job_id, draft.now))
+            why = f"job {job.job_id} carries this intent: the submission had reached Slurm"
+            draft.records.append(rec.Event("job_adopted", one.intended.run_id, one.intent_id, why, "{}", draft.now))
+
+    def _record_state(self, draft: _Draft, one: Tracked, job: Job) -> None:
+        node = job.nodes[0] if job.nodes else ""
+        seen = (str(job.state), ",".join(sorted(job.flags)), node, job.restart_count)
+        if seen == one.seen:
+            return
+        one.seen = seen
+        state, flags, _, restarts = seen
+        draft.records.append(rec.JobObserved(one.intent_id, job.job_id, state, flags, job.reason, node, restarts, draft.now))
+
+    # ---------------------------------------------------------------- holds and incarnations
+
+    def _follow_hold(self, draft: _Draft, one: Tracked, job: Job, sight: Sight, lost: set[str]) -> None:
+        hold = one.hold
+        if hold is not None and sight is Sight.COMPLETES:
+            # Its GPUs are not free yet, whatever the restart count says already.
+            self._gone(draft, one, hold.restart_count, self._why(one, job, lost), sights.crashed(job) and hold.node not in lost)
+            return
+        if hold is not None and (sight is not Sight.HOLDS or job.restart_count != hold.restart_count):
+            self._release(draft, one, hold, job, lost)
+            hold = None
+        if hold is None and sight is Sight.HOLDS and job.restart_count > one.last_hold:
+            hold = self._take(draft, one, job)
+        elif sight is Sight.FINISHED and job.restart_count > one.last_hold and job.start_time > 0:
+            self._release(draft, one, self._take(draft, one, job), job, lost)  # it began and ended between two looks
+        if job.restart_count > 0:  # an incarnation may have come and gone unseen
+            self._gone(draft, one, job.restart_count - 1, self._requeued_by(one, None, lost), crashed=False)
+        if hold is not None and draft.now - hold.started_at >= SHORT_LIFE_S:
+            self.health.proved(hold.started_at)
+
+    def _take(self, draft: _Draft, one: Tracked, job: Job) -> Hold:
+        node = job.nodes[0] if job.nodes else ""
+        started_at = _within(job.start_time, one.known_at, draft.now)
+        one.hold = hold = Hold(job.restart_count, node, started_at)
+        one.last_hold = job.restart_count
+        gpus = job.gpus or one.intended.gpus
+        draft.records.append(rec.HoldStarted(one.intent_id, job.restart_count, job.job_id, node, gpus, started_at))
+        return hold
+
+    def _release(self, draft: _Draft, one: Tracked, hold: Hold, job: Job, lost: set[str]) -> None:
+        """The GPUs are somebody else's now. `job` is what the queue shows of it since."""
+        one.hold = hold
+        same = job.restart_count == hold.restart_count
+        why = self._why(one, job, lost) if same else self._requeued_by(one, hold, lost)
+        ended = job.end_time if sights.sight_of(job) is Sight.FINISHED else job.submit_time
+        ended_at = _within(ended, max(one.known_at, hold.started_at), draft.now)
+        draft.records.append(rec.HoldEnded(one.intent_id, hold.restart_count, why, ended_at))
+        crashed = same and sights.crashed(job) and hold.node not in lost and one.leaving is Leaving.NO
+        self._gone(draft, one, hold.restart_count, why, crashed)
+        lived_s = ended_at - hold.started_at
+        if crashed:
+            self._blame(draft, one, hold, job, lived_s)
+        elif job.state is JobState.COMPLETED and one.leaving is Leaving.NO and lived_s < SHORT_LIFE_S:
+            self.health.failed_at_once(f"job {job.job_id} on {hold.node} left by itself after {lived_s:.0f} s", draft.now)
+        one.hold = None
+
+    def _why(self, one: Tracked, job: Job, lost: set[str]) -> str:
+        """Why an incarnation is over, in the ledger's words."""
+        if one.hold is not None and one.hold.node in lost:
+            return "node_fail"
+        word = sights.HELD_BY.get(job.state, "")
+        if one.leaving is Leaving.CANCELLED and word != "completed":
+            return "cancelled"
+        if word:
+            return word
+        if job.state is JobState.PENDING:
+            return "failed" if sights.held_back(job) else self._requeued_by(one, one.hold, lost)
+        return "preempted" if job.reason.startswith("preempted") else "unknown"
+
+    def _requeued_by(self, one: Tracked, hold: Hold | None, lost: set[str]) -> str:
+        """A requeue that neither we nor the job's user asked for: Slurm preempts, or loses nodes.
+
+        Our job script requeues itself only on Slurm's notice, so that is a preemption as well. Only when the job was put back because of
+        our own request to leave is it called a requeue.
+        """
+        if (hold is not None and hold.node in lost) or one.last_state in (JobState.NODE_FAIL, JobState.BOOT_FAIL):
+            return "node_fail"
+        return "requeued" if one.leaving is not Leaving.NO else "preempted"
+
+    def _gone(self, draft: _Draft, one: Tracked, incarnation: int, why: str, crashed: bool) -> None:
+        """Tell the router, once, that this incarnation and all before it are over."""
+        if incarnation > one.told:
+            one.told = incarnation
+            draft.gone.append(JobGone(one.intent_id, incarnation, f"the scheduler says: {why}", crashed))
+
+    def _blame(self, draft: _Draft, one: Tracked, hold: Hold, job: Job, lived_s: float) -> None:
+        what = f"job {job.job_id} {job.state} (exit code {job.exit_code}) after {lived_s:.0f} s"
+        draft.records.append(rec.Event("engine_died", one.intended.run_id, hold.node or one.intent_id, what, "{}", draft.now))
+        if lived_s < SHORT_LIFE_S:
+            self.health.failed_at_once(what, draft.now)
+        if hold.node:
+            self.health.died(hold.node, what, draft.now)
+
+    def _end(self, draft: _Draft, one: Tracked) -> None:
+        """Close the intent: it was not alive for long enough."""
+        if one.stage is Stage.UNKNOWN:
+            state, reason = "LOST", f"it did not appear in the queue within {self.rules.absent_s:g} s: the submission never arrived"
+        elif one.stage is Stage.MISSING:
+            state, reason = one.last_state or "LOST", f"not in the queue for {self.rules.absent_s:g} s"
+        else:
+            state, reason = one.last_state, one.job.reason if one.job is not None else ""
+        if one.leaving is not Leaving.NO:
+            reason = f"{one.leaving}: {one.why_leaving}"
+        if one.hold is not None:
+            why = "cancelled" if one.leaving is Leaving.CANCELLED else "completed" if one.leaving is Leaving.GIVEN_BACK else "unknown"
+            draft.records.append(rec.HoldEnded(one.intent_id, one.hold.restart_count, why, one.unseen_since or draft.now))
+            self._gone(draft, one, one.hold.restart_count, reason, crashed=False)
+        draft.records.append(rec.JobEnded(one.intent_id, state, reason, draft.now))
+        draft.ended.append(one.intent_id)
+        one.stage = Stage.ENDED
+
+    def _note_quarantine(self, draft: _Draft) -> None:
+        now = dict(self.health.quarantined(draft.now))
+        for node in sorted(now.keys() - self._quarantined.keys()):
+            draft.records.append(rec.Event("node_quarantined", 0, node, now[node], "{}", draft.now))
+        for node in sorted(self._quarantined.keys() - now.keys()):
+            draft.records.append(rec.Event("node_released", 0, node, "its quarantine is over", "{}", draft.now))
+        self._quarantined = now
+
+    # ---------------------------------------------------------------- for the policy
+
+    def jobs(self, leases: Mapping[str, tuple[int, float]]) -> list[OurJob]:
+        """Our jobs that hold GPUs or may come to. `leases`: intent -> (leases held, idle since), from the router."""
+        found = []
+        for intent_id in sorted(self.intents):
+            one = self.intents[intent_id]
+            if one.stage in (Stage.OVER, Stage.ENDED):
+                continue
+            n_leases, idle_since = leases.get(intent_id, (0, 0.0))
+            found.append(
+                OurJob(
+                    intent_id, one.intended.run_id, one.job_id, one.intended.gpus, one.hold is None,
+                    one.hold.node if one.hold is not None else "", one.held if one.stage is Stage.WAITING else "",
+                    one.leaving, one.asked_at, intent_id in leases, n_leases, idle_since,
+                )
+            )  # fmt: skip
+        return found
+
+    def job_ids(self) -> frozenset[int]:
+        return frozenset(one.job_id for one in self.intents.values() if one.job_id)
+
+    def expecting(self, now: float) -> bool:
+        """Whether something is about to happen that is worth a quick look: just submitted, just preempted, asked to leave."""
+        quiet = {Stage.HOLDING, Stage.WAITING}
+        return any(
+            one.stage not in quiet or one.leaving is not Leaving.NO or (one.stage is Stage.WAITING and now - one.since < EXPECTED_S)
+            for one in self.intents.values()
+        )
+
+    def works(self, intent_ids: Iterable[str]) -> None:
+        """Engines of these intents hold leases: jobs of ours can run."""
+        for intent_id in intent_ids:
+            one = self.intents.get(intent_id)
+            if one is not None and one.hold is not None:
+                self.health.proved(one.hold.started_at)
+
+    def check(self) -> None:
+        """Raise AssertionError when the table contradicts itself. For tests."""
+        for one in self.intents.values():
+            assert one.stage is not Stage.ENDED, f"{one.intent_id} is closed and still tracked"
+            assert (one.hold is None) or one.hold.restart_count == one.last_hold, f"{one.intent_id}: a hold that is not recorded"
+            if one.stage in (Stage.WAITING, Stage.RETURNING, Stage.OVER):
+                assert one.hold is None, f"{one.intent_id} is {one.stage} and holds GPUs"
+            if one.stage is Stage.HOLDING:
+                assert one.hold is not None or one.job is None, f"{one.intent_id} runs without a hold"
+
+
+def _within(at: float, low: float, high: float) -> float:
+    """Slurm's own time where it lies between our two observations, else the later one: its clock need not be ours."""
+    return at if low <= at <= high else high
