@@ -13,6 +13,7 @@ import signal
 import socket
 import time
 from pathlib import Path
+from typing import Any
 
 import blake3
 import structlog
@@ -63,13 +64,14 @@ class Daemon:
         self.clock = Clock()
         self.keyring = KeyRing()
         self.stop = asyncio.Event()
-        self.failure: LedgerError | None = None
+        self.failure: BaseException | None = None
 
     async def run(self) -> None:
         """Serve until SIGTERM, SIGINT or `stop`. Raises `Fenced` when another daemon took over, `LedgerError` when writing ended."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop.set)
+        loop.set_exception_handler(self._broken)
         pair = keys.read_keypair(keys.server_key_path(self.state_dir))
         store.upgrade(self.config.ledger_url)
         writer = self._start_writer(loop)
@@ -109,6 +111,14 @@ class Daemon:
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
 
+    def _broken(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A callback raised: a bug. Going on with half an event would corrupt the core, so the daemon ends; a restart rebuilds it."""
+        error = context.get("exception")
+        if isinstance(error, Exception) and not self.stop.is_set():
+            self.failure = error
+            self.stop.set()
+        loop.default_exception_handler(context)
+
     # ---------------------------------------------------------------- parts
 
     def _start_writer(self, loop: asyncio.AbstractEventLoop) -> Writer:
@@ -130,6 +140,9 @@ class Daemon:
         log.warning("ledger", state=str(state), reason=reason) if state is not WriterState.OK else log.info("ledger", state=str(state))
         if state is WriterState.FENCED:
             self.failure = Fenced(f"another daemon owns this ledger now: {reason}", "let only one daemon run on a ledger")
+            self.stop.set()
+        elif state is WriterState.FAILED:
+            self.failure = LedgerError(f"the ledger's writer failed: {reason}", "mend the cause, then start the daemon again")
             self.stop.set()
 
     def _harvester(self, server: Server, uid: str) -> Harvester | None:

@@ -67,7 +67,7 @@ def describe(row: SampleRow, tokenizer: Tokenizer) -> dict[str, Any]:
         "tokens": len(row.tokens),
         "moves": row.moves,
         "engines": [
-            {"worker": x.worker_id, "kind": x.kind, "node": x.node, "job": x.job_id, "from": x.start_len, "to": x.end_len, "ended": x.reason}
+            {"worker": x.worker_id, "kind": x.kind, "node": x.node, "job": x.job_id, "from": x.start_len, "to": x.end_len, "end": x.reason}
             for x in row.leases
         ],
     }

@@ -42,4 +42,5 @@ def backend(config: DaemonConfig) -> Cluster:
 def preflight(config: DaemonConfig, cluster: Cluster) -> None:
     """Refuse a harvest partition whose jobs could ever block others. Raises `ConfigError`."""
     if config.harvest.enabled:
-        checks.check(cluster.info(), cluster.view(), config.harvest)
+        harvest = config.harvest
+        checks.check(cluster.info(), cluster.view().partitions, harvest.partition, harvest.qos)

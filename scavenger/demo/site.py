@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -161,15 +162,25 @@ class Site:
 
     # ---------------------------------------------------------------- jobs
 
-    def submit_training(self, run_toml: Path, *, ranks: int = 2, gpus: int = 2, env: Mapping[str, str] | None = None) -> int:
-        """Submit `scripts/train.sbatch run.toml` to the reserved partition; returns its job id."""
-        script = resources.path("scripts/train.sbatch")
-        environment = {"SCAVENGER_PYTHON": sys.executable, "SCAVENGER_RUN": str(run_toml), **(env or {})}
-        for name in ("OMP_NUM_THREADS", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM"):
-            environment[name] = self.env[name]
+    def submit_training(self, run_toml: Path, *, ranks: int = 2, env: Mapping[str, str] | None = None) -> int:
+        """Submit the training job to the reserved partition, on Slurm as a user does: `sbatch scripts/train.sbatch RUN.toml`."""
+        script = str(resources.path("scripts/train.sbatch"))
+        environment = {"SCAVENGER_PYTHON": sys.executable, "SCAVENGER_RANKS": str(ranks), **(env or {})}
+        log = str(self.dir / "train.log")
+        if self._sandbox is not None:
+            argv = ["sbatch", "--parsable", "--partition=reserved", f"--ntasks={ranks}", f"--gpus-per-node={ranks}", f"--output={log}"]
+            argv += [script, str(run_toml)]
+            done = subprocess.run(
+                argv, env=self.env | environment, cwd=self.dir, capture_output=True, text=True, timeout=60, check=False
+            )
+            if done.returncode != 0:
+                raise ClusterError(f"sbatch refused the training job: {done.stderr.strip()}")
+            return int(done.stdout)
+        shared = ("OMP_NUM_THREADS", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM")
         spec = JobSpec(
-            name="train", comment="", partition="reserved", script=script.read_text(), gpus=gpus, tasks=ranks, requeue=False,
-            output=str(self.dir / "train.log"), workdir=str(self.dir), environment=environment,
+            name="train", comment="", partition="reserved", gpus=ranks, tasks=ranks, requeue=False, output=log, workdir=str(self.dir),
+            script=f"#!/bin/bash\nexec bash {shlex.quote(script)} {shlex.quote(str(run_toml))}\n",
+            environment={name: self.env[name] for name in shared} | environment,
         )  # fmt: skip
         return self.cluster.submit(spec)
 

@@ -1,0 +1,41 @@
+"""Fixtures of the system tests: one model, and the undisturbed run that the others are compared with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scavenger.cluster.layout import demo_layout
+from scavenger.demo.site import Site, SiteOptions
+from tests.system import play
+
+
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Qwen3 of two narrow layers with the sorting task's tokenizer."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from trainer.tasks import sort
+    from trainer.tiny import model_config
+
+    path = tmp_path_factory.mktemp("small-model")
+    (path / "config.json").write_text(json.dumps(model_config(hidden=32, layers=2)))
+    sort.write_tokenizer(path)
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, local_files_only=True), dtype=torch.float32)
+    save_file({name: value.detach().contiguous() for name, value in model.named_parameters()}, path / "model.safetensors")
+    return path
+
+
+@pytest.fixture(scope="session")
+def undisturbed(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> play.Result:
+    """Reserved workers alone, nobody preempted, on the local backend."""
+    options = SiteOptions("local", tmp_path_factory.mktemp("undisturbed"), demo_layout(grace_s=1.0), observe_s=0.2)
+    with Site(options) as site:
+        run = play.write_run(site, small_model, run={"harvest": False, "steps": 4}, engine={"max_batch": 16})
+        play.finish(site, play.submit(site, run))
+        return play.result(site)

@@ -1,0 +1,159 @@
+"""Plays a whole run on a `Site`: what the system tests share. The engines, the trainer, the daemon and the cluster are the real ones."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+
+from scavenger.cluster.model import Job, JobState
+from scavenger.demo import toml
+from scavenger.demo.site import Site
+from scavenger.errors import ClusterUnavailable
+from scavenger.ledger import reports, store
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 170.0
+ENDED = (JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED, JobState.TIMEOUT, JobState.OUT_OF_MEMORY, JobState.NODE_FAIL)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What must not depend on who generated what: tokens by (step, prompt, index), and (reward, loss) by step, as the ledger has them."""
+
+    tokens: dict[tuple[int, int, int], bytes]
+    steps: dict[int, tuple[str, str]]
+
+
+def wait_for(what: str, condition: Callable[[], object], deadline_s: float = DEADLINE_S, every_s: float = 0.1) -> Any:
+    """Poll until the condition is true and return its value; fail naming what was waited for."""
+    end = time.monotonic() + deadline_s
+    while not (value := condition()):
+        assert time.monotonic() < end, f"waited {deadline_s:g} s for {what}"
+        time.sleep(every_s)  # between two looks at a condition
+    return value
+
+
+def write_run(site: Site, model: Path, **overrides: Mapping[str, Any]) -> Path:
+    """A small deterministic run: 4 prompts x 4 samples, up to 20 tokens each, two ranks."""
+    document: dict[str, dict[str, Any]] = {
+        "run": {
+            "name": "small", "seed": 7, "steps": 4, "state_dir": site.state_dir, "out_dir": site.dir / "out",
+            "deterministic": True, "max_engines": 8,
+        },
+        "model": {"path": model, "context_length": 32},
+        "data": {"task": "sort", "prompts_per_step": 4, "samples_per_prompt": 4},
+        "sampling": {"max_tokens": 20},
+        "engine": {"name": "reference", "max_batch": 4, "pace": 0.0},
+        "reward": {"function": "tests.system.rewards:even_share"},
+        "optimizer": {"lr": 1e-3},
+        "reserved": {"workers": 1, "window": 0.25, "wake_after_s": 1.0},
+        "checkpoint": {"every": 2, "keep": 2},
+        "weights": {"dtype": "float32"},
+    }  # fmt: skip
+    for section, keys in overrides.items():
+        document.setdefault(section, {}).update(keys)
+    path = site.dir / "run.toml"
+    path.write_text(toml.dumps(document))
+    return path
+
+
+def submit(site: Site, run_toml: Path, ranks: int = 2, env: Mapping[str, str] | None = None) -> int:
+    return site.submit_training(run_toml, ranks=ranks, env={"PYTHONPATH": str(ROOT), **(env or {})})
+
+
+def job(site: Site, job_id: int) -> Job | None:
+    try:
+        return next((j for j in site.cluster.view().jobs if j.job_id == job_id), None)
+    except ClusterUnavailable:
+        return None
+
+
+def finish(site: Site, job_id: int, deadline_s: float = DEADLINE_S) -> None:
+    """Wait until the training job has ended, and fail with its log unless it completed."""
+
+    def ended() -> Job | None:
+        seen = job(site, job_id)
+        return seen if seen is not None and seen.state in ENDED and not seen.flags else None
+
+    try:
+        seen = wait_for("the training job", ended, deadline_s)
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{logs(site)}") from error
+    assert seen.state is JobState.COMPLETED, f"the training job ended as {seen.state}\n{logs(site)}"
+
+
+def logs(site: Site, lines: int = 40) -> str:
+    """The ends of the logs, for a failure's message."""
+    parts = []
+    for path in sorted([*site.dir.glob("*.log"), *site.dir.glob("state/logs/*")])[-8:]:
+        tail = path.read_text(errors="replace").splitlines()[-lines:]
+        parts.append(f"---- {path.name}\n" + "\n".join(tail))
+    return "\n".join(parts)
+
+
+def ask(site: Site, sql: str) -> list[tuple[Any, ...]]:
+    """Rows of a query on the ledger; none while the daemon has not made its tables."""
+    engine = store.open_readonly(site.ledger_url)
+    try:
+        with engine.connect() as connection:
+            return [tuple(row) for row in connection.execute(sa.text(sql))]
+    except sa.exc.OperationalError:
+        return []
+    finally:
+        engine.dispose()
+
+
+def steps_done(site: Site) -> int:
+    rows = ask(site, "SELECT max(step) FROM steps WHERE purpose = 'train' AND rewound_by IS NULL")
+    return int(rows[0][0] or 0) if rows else 0
+
+
+def workers(site: Site, kind: str = "harvested") -> list[tuple[int, int, str]]:
+    """(worker id, job id, node) of the workers that are here."""
+    return ask(site, f"SELECT worker_id, job_id, node FROM workers WHERE left_at IS NULL AND kind = '{kind}' ORDER BY worker_id")
+
+
+def busy(site: Site, kind: str = "harvested") -> list[tuple[int, int, str]]:
+    """(worker id, job id, node) of workers that hold a sample with tokens and without an end."""
+    return ask(
+        site,
+        "SELECT DISTINCT w.worker_id, w.job_id, w.node FROM workers w JOIN leases l ON l.worker_id = w.worker_id AND l.ended_at IS NULL "
+        f"JOIN samples s ON s.sample_id = l.sample_id WHERE w.left_at IS NULL AND w.kind = '{kind}' AND s.accepted_len > l.start_len "
+        "ORDER BY w.worker_id",
+    )
+
+
+def result(site: Site) -> Result:
+    """Tokens, rewards and losses of the steps that survived; and the audit: the ledger must be sound."""
+    assert reports.check(site.ledger_url) == []
+    tokens: dict[tuple[int, int, int], bytes] = {}
+    rows = ask(
+        site,
+        "SELECT g.step, g.prompt_index, s.sample_index, c.start_len, c.tokens FROM samples s JOIN groups g ON g.group_id = s.group_id "
+        "JOIN chunks c ON c.sample_id = s.sample_id WHERE g.purpose = 'train' AND s.state IN ('consumed', 'filtered') "
+        "ORDER BY s.sample_id, c.start_len",
+    )
+    for step, prompt, index, start, data in rows:
+        key = (step, prompt, index)
+        assert len(tokens.get(key, b"")) == 4 * start, f"sample {key} has a gap at {start}"
+        tokens[key] = tokens.get(key, b"") + data
+    found = ask(site, "SELECT step, metrics FROM steps WHERE purpose = 'train' AND rewound_by IS NULL ORDER BY step")
+    steps = {}
+    for step, text in found:
+        metrics = json.loads(text)
+        assert step not in steps, f"step {step} survives twice"
+        steps[step] = (f"{metrics['reward']:.9f}", f"{metrics['loss']:.9f}")
+    return Result(tokens, steps)
+
+
+def jobs_left(site: Site) -> list[Job]:
+    """Jobs of ours that the queue still holds."""
+    return [j for j in site.cluster.view().jobs if j.partition == "scavenge" and j.state in (JobState.PENDING, JobState.RUNNING)]
+
+

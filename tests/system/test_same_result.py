@@ -1,0 +1,46 @@
+"""Preemption is invisible: whoever generated what, on whichever backend, tokens and rewards are those of the undisturbed run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scavenger.cluster.layout import demo_layout
+from scavenger.demo.site import Site, SiteOptions
+from tests.system import play
+
+pytestmark = pytest.mark.mpi
+
+
+def _run(tmp_path: Path, small_model: Path, *, backend: str, engines: int, preempt: bool, ranks: int = 2, pace: float = 0.0) -> play.Result:
+    options = SiteOptions(backend, tmp_path, demo_layout(grace_s=1.0, requeue_delay_s=0.5), observe_s=0.2, max_engines=engines)
+    with Site(options) as site:
+        run = play.write_run(site, small_model, run={"steps": 4, "harvest": engines > 0}, engine={"max_batch": 4, "pace": pace})
+        training = play.submit(site, run, ranks)
+        if engines:
+            play.wait_for("the first harvested engine at work", lambda: play.busy(site) or play.steps_done(site) >= 3)
+        lost: set[int] = set()
+        while preempt and len(lost) < 4 and play.steps_done(site) < 3:
+            for worker, _job, node in play.busy(site):
+                if worker not in lost:
+                    lost.add(worker)
+                    site.submit_other(0.3, 4, node)
+        play.finish(site, training)
+        assert not play.jobs_left(site)
+        if preempt:
+            assert play.ask(site, "SELECT count(*) FROM workers WHERE kind = 'harvested' AND samples > 0")[0][0] >= 1, "nothing was hit"
+        return play.result(site)
+
+
+def test_heavy_preemption_changes_nothing(tmp_path: Path, small_model: Path, undisturbed: play.Result) -> None:
+    assert _run(tmp_path, small_model, backend="local", engines=6, preempt=True, pace=10.0) == undisturbed
+
+
+def test_one_harvested_engine_and_one_rank_generate_the_same_tokens(
+    tmp_path: Path, small_model: Path, undisturbed: play.Result
+) -> None:
+    alone = _run(tmp_path, small_model, backend="local", engines=1, preempt=False, ranks=1)
+    first = {key: tokens for key, tokens in undisturbed.tokens.items() if key[0] == 1}
+    assert first
+    assert {key: tokens for key, tokens in alone.tokens.items() if key[0] == 1} == first
