@@ -62,6 +62,7 @@ class Limits:
     backoff_s: float = 0.1
     backoff_max_s: float = 5.0
     missed_heartbeats: int = 3
+    refusals: int = 3  # of the key, in a row, before the worker believes them: a daemon may still be reading its list
     orphan_s: float = 900.0
     notice_s: float = 0.7
     drain_s: float = 5.0

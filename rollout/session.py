@@ -89,6 +89,7 @@ class Session:
         self._leave_by = 0.0
         self._heard_at = now
         self._attempts = 0
+        self._refusals = 0
         self._answer_by = 0.0
         self._unanswered = 0
         self._heartbeat_at = 0.0
@@ -100,7 +101,7 @@ class Session:
             Received: lambda e, now: self._received(e.message, now),
             Connected: self._connected,
             Unreachable: lambda e, now: [Note("unreachable", e.reason), *self._reconnect(now)],
-            KeyRefused: lambda e, _: self._gone(Leave(EXIT_REFUSED, e.reason)),
+            KeyRefused: self._key_refused,
             Generated: lambda e, now: self._generated(e.deltas, now),
             AddRefused: lambda e, now: self._fail_handle(e.handle, e.reason),
             EngineDied: lambda e, now: self._leave(Leave(EXIT_ENGINE_FAILED, e.reason), self._limits.drain_s, now),
@@ -190,6 +191,12 @@ class Session:
         # Several messages may each have been answered so; one hello answers all.
         return [Note("hello-again", message.reason), *self._greet(now)] if self.phase is Phase.JOINED else []
 
+    def _key_refused(self, event: KeyRefused, now: float) -> list[Action]:
+        self._refusals += 1
+        if self._refusals >= self._limits.refusals:
+            return self._gone(Leave(EXIT_REFUSED, event.reason, "a key is minted for one job and dies with it; submit a new job"))
+        return [Note("key-refused", event.reason), *self._reconnect(now)]
+
     def _reconnect(self, now: float) -> list[Action]:
         self._enter(Phase.CONNECTING)
         limits = self._limits
@@ -205,7 +212,7 @@ class Session:
             return self._gone(Leave(EXIT_PREEMPTED, "the run's engine changed; a fresh worker is needed"))
         self._enter(Phase.JOINED)
         first, self._welcome = self._spec is None, welcome
-        self._attempts, self._unanswered = 0, 0
+        self._attempts = self._unanswered = self._refusals = 0
         self._heartbeat_at = now + welcome.heartbeat_s
         self._acked_at = now
         for held in self.leases.all():

@@ -9,9 +9,9 @@ logits, a sample's tokens do not depend on the engine, the batch, or how often i
 **Rounding.** Logits are not bit-equal across batch shapes or between prefill and decode: BLAS picks kernels by shape and sums in
 another order. `dtype="float64"` is the deterministic mode: everything is computed in float64 (RMSNorm too, which transformers
 rounds through float32; the rotary table's float32 values are the same number for a position wherever it is computed), which
-leaves differences of about 1e-15 in a probability. A draw flips only when the uniform falls into such a gap: about 1e-15 times the
-vocabulary's boundaries nearby, ~1e-13 a token, once in 1e8 samples of 1e5 tokens' worth of luck. Weights published as float32
-or bfloat16 are upcast exactly. In float32 and bfloat16 the promise is distributional only.
+leaves differences of about 1e-15 in each step of the CDF. A draw flips only when its uniform falls into such a gap: with a
+probability of about 1e-13 a token for a hundred likely tokens, so a run of 1e9 tokens has a chance of 1e-4 to see one flip.
+Weights published as float32 or bfloat16 are upcast exactly. In float32 and bfloat16 the promise is distributional only.
 
 **Temperature 0** is greedy; its sampling distribution is certain, hence its `logprobs` are 0.0. `raw_logprobs` are the model's.
 """

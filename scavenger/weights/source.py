@@ -90,6 +90,8 @@ class WeightSource:
         view = memoryview(blob).cast("B")
         if view.nbytes != manifest.total_nbytes:
             raise WeightsError(f"version {manifest.version}: {view.nbytes} bytes given, the manifest names {manifest.total_nbytes}")
+        if not self._thread.is_alive():
+            raise WeightsError("the weights source has stopped", "the trainer's log says why; restart the trainer")
         with self._lock:
             present = self._versions.get(manifest.version)
             if present is not None and present.manifest.root != manifest.root:

@@ -152,6 +152,28 @@ def test_logprobs_are_those_of_a_plain_forward(factory: Factory, model_type: str
         assert made.logprobs[i] == pytest.approx(float(expected), abs=tolerance)
 
 
+def test_weights_published_as_bfloat16_are_upcast_exactly(factory: Factory) -> None:
+    published = models.plain_model(models.config_text(), seed=2, dtype=torch.bfloat16)
+    model = models.plain_model(models.config_text(), seed=2)
+    model.load_state_dict(published.state_dict())
+
+    async def main() -> tuple[Delta, Delta]:
+        wide, narrow = await loaded(factory, views=models.views(published)), await factory(models.spec(dtype="bfloat16"))
+        await narrow.load(1, models.views(published))
+        made = (await finish(wide, request(1)))[1], (await finish(narrow, request(1), request(2)))[1]
+        await wide.close()
+        await narrow.close()
+        return made
+
+    made, low = run(main())
+    prompt = request(1).prompt
+    logits = model.double()(torch.tensor([prompt + made.token_ids])).logits[0, len(prompt) - 1 : -1]
+    raw = torch.log_softmax(logits, -1).gather(1, torch.tensor(made.token_ids)[:, None])[:, 0]
+    assert made.raw_logprobs == pytest.approx(raw.tolist(), abs=1e-5)
+    assert len(low.token_ids) == 24
+    assert all(math.isfinite(x) for x in low.logprobs)
+
+
 def test_greedy_takes_the_arg_max_and_is_certain_of_it(factory: Factory) -> None:
     async def main() -> Delta:
         engine = await loaded(factory)

@@ -395,7 +395,6 @@ def test_a_drained_worker_leaves_for_good_and_a_sigterm_only_hurries_it() -> Non
     ("event", "code"),
     [
         (EngineDied("gone"), EXIT_ENGINE_FAILED),
-        (KeyRefused("no"), EXIT_REFUSED),
         (Received(wire.Rejected("old protocol", "upgrade")), EXIT_REFUSED),
     ],
 )
@@ -405,6 +404,14 @@ def test_each_end_has_its_exit_code(event: Event, code: int) -> None:
     t.wait(LIMITS.drain_s)
     (leave,) = of(Leave, t.log)
     assert leave.code == code
+
+
+def test_a_refused_key_is_believed_the_third_time() -> None:
+    t = Talk().joined()
+    for _ in range(2):
+        assert of(Connect, t.do(KeyRefused("no")))
+        t.do(Connected())
+    assert [leave.code for leave in of(Leave, t.do(KeyRefused("no")))] == [EXIT_REFUSED]
 
 
 def test_a_refusal_that_may_pass_is_tried_again() -> None:
