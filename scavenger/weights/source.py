@@ -69,13 +69,13 @@ class WeightSource:
         router.setsockopt(zmq.LINGER, 0)
         router.setsockopt(zmq.HANDSHAKE_IVL, 10_000)
         try:
-            port = router.bind_to_random_port(f"tcp://{listen}")
-        except zmq.ZMQError as error:
+            port = router.bind_to_random_port(f"tcp://{socket.gethostbyname(listen)}")
+        except (zmq.ZMQError, OSError) as error:
             router.close()
             self._context.term()
             cause = f"the weights source cannot bind {listen}: {error}"
             raise WeightsError(cause, "set weights.listen to an interface of this host") from error
-        host = advertise or (socket.gethostname() if listen in {"0.0.0.0", "*", "::"} else listen)
+        host = advertise or (socket.gethostname() if listen == "0.0.0.0" else listen)
         self.endpoint = f"tcp://{host}:{port}"
         self.server_key = public.decode()
         self._wake, wake_end = self._pair()

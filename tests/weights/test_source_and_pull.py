@@ -129,6 +129,12 @@ def test_a_source_that_cannot_be_addressed_does_not_stop_the_others(source: Weig
     assert get(manifest, wire.WeightSource("tcp://", address.server_key, address.token), address) == blob
 
 
+def test_an_interface_that_this_host_does_not_have_is_refused_with_the_key_to_set() -> None:
+    for listen in ("192.0.2.1", "no such host"):
+        with pytest.raises(WeightsError, match=r"set weights\.listen"):
+            WeightSource(listen)
+
+
 class Faulty:
     """A source that serves `parts` chunks and then is silent, closing its socket or not."""
 
