@@ -75,6 +75,8 @@ def plan(config: RunConfig, run_toml: Path, arguments: Sequence[str], environ: M
 
 def environment(environ: Mapping[str, str], *, root: bool) -> dict[str, str]:
     """The job's environment with what the processes need and the user did not set."""
+    if environ.get("SCAVENGER_BACKEND") == "local":
+        environ = {name: value for name, value in environ.items() if not name.startswith("SLURM")}  # an outer job is not ours
     slurm = {"SCAVENGER_JOB_ID": environ["SLURM_JOB_ID"]} if "SLURM_JOB_ID" in environ else {}
     return OPEN_MPI | (AS_ROOT if root else {}) | {"PYTHONUNBUFFERED": "1"} | slurm | dict(environ)
 

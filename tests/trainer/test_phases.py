@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+from trainer.phases import (
+    RULES,
+    Action,
+    Event,
+    FinishStep,
+    FleetChanged,
+    GroupsCompleted,
+    Phase,
+    Plan,
+    SleepReserved,
+    Step,
+    Tick,
+    Trained,
+    TrainReady,
+    WakeReserved,
+    begin,
+    react,
+)
+
+PLAN = Plan(samples=16, groups=4, window=0.5, wake_after_s=5.0, harvest=True, reserved=True)
+
+
+def kinds(actions: tuple[Action, ...]) -> list[str]:
+    return [type(action).__name__ for action in actions]
+
+
+def play(step: Step, *events: tuple[Event, float]) -> tuple[Step, list[str]]:
+    done = []
+    for event, now in events:
+        step, actions = react(step, event, now)
+        assert all(action.reason for action in actions)
+        done += kinds(actions)
+    return step, done
+
+
+def test_reserved_engines_seed_then_sleep_at_the_window_while_harvested_ones_live() -> None:
+    step, actions = begin(PLAN, harvested=2, reserved_awake=False, now=0.0)
+    assert kinds(actions) == ["WakeReserved"]
+    step, done = play(step, (GroupsCompleted(1, 4), 1.0))
+    assert (step.phase, done) == (Phase.SEED, [])
+    step, done = play(step, (GroupsCompleted(1, 4), 2.0))
+    assert done == ["SleepReserved", "TrainReady"]
+    assert step.phase is Phase.TRAIN
+
+
+def test_without_harvested_engines_reserved_ones_generate_everything_first() -> None:
+    step, _ = begin(PLAN, harvested=0, reserved_awake=True, now=0.0)
+    step, done = play(step, (GroupsCompleted(3, 12), 100.0), (Tick(), 200.0))
+    assert (step.phase, done) == (Phase.SEED, [])
+    step, done = play(step, (GroupsCompleted(1, 4), 201.0), *[(Trained(1), 202.0)] * 4)
+    assert done == ["SleepReserved", *["TrainReady"] * 4, "FinishStep"]
+    assert step.phase is Phase.FINISH
+
+
+def test_harvest_off_ignores_harvested_engines() -> None:
+    step, _ = begin(replace(PLAN, harvest=False), harvested=3, reserved_awake=True, now=0.0)
+    step, done = play(step, (FleetChanged(5, 1), 1.0), (GroupsCompleted(3, 12), 2.0))
+    assert (step.phase, done) == (Phase.SEED, [])
+
+
+def test_harvested_engines_that_come_after_the_window_let_the_reserved_sleep() -> None:
+    step, _ = begin(PLAN, harvested=0, reserved_awake=True, now=0.0)
+    step, done = play(step, (GroupsCompleted(2, 8), 1.0), (FleetChanged(1, 1), 2.0))
+    assert done == ["SleepReserved", "TrainReady"]
+
+
+def test_reserved_engines_wake_within_the_step_when_harvested_ones_are_gone() -> None:
+    """I11: all harvested workers die right after the window closes and none returns; the step completes."""
+    step, _ = begin(PLAN, harvested=2, reserved_awake=True, now=0.0)
+    step, _ = play(step, (GroupsCompleted(2, 8), 1.0), (Trained(1), 1.5), (Trained(1), 2.0), (FleetChanged(0, 1), 3.0))
+    step, done = play(step, (Tick(), 7.9))
+    assert (step.phase, done) == (Phase.TRAIN, [])
+    step, done = play(step, (Tick(), 8.0))
+    assert (step.phase, done) == (Phase.WAKE, ["WakeReserved"])
+    assert "no harvested engine for 5.0 s with 8 samples outstanding" in step.log[-1]
+    step, done = play(step, (GroupsCompleted(1, 4), 9.0))
+    assert done == [], "the GPUs belong to the engines now"
+    step, done = play(step, (GroupsCompleted(1, 4), 10.0), (Trained(1), 11.0), (Trained(1), 12.0))
+    assert done == ["SleepReserved", "TrainReady", "TrainReady", "FinishStep"]
+
+
+def test_a_wake_ends_when_harvested_engines_have_lived_long_enough() -> None:
+    step, _ = begin(PLAN, harvested=1, reserved_awake=True, now=0.0)
+    step, _ = play(step, (GroupsCompleted(2, 8), 1.0), (FleetChanged(0, 1), 2.0), (Tick(), 8.0))
+    assert step.phase is Phase.WAKE
+    step, done = play(step, (FleetChanged(1, 1), 9.0), (FleetChanged(0, 1), 10.0), (FleetChanged(1, 1), 11.0), (Tick(), 15.9))
+    assert (step.phase, done) == (Phase.WAKE, [])
+    step, done = play(step, (Tick(), 16.0))
+    assert done == ["SleepReserved", "TrainReady"]
+
+
+def test_without_reserved_engines_training_streams_from_the_start() -> None:
+    step, actions = begin(replace(PLAN, reserved=False), harvested=0, reserved_awake=False, now=0.0)
+    assert (step.phase, actions) == (Phase.TRAIN, ())
+    step, done = play(step, (GroupsCompleted(1, 4), 1.0), (Trained(1), 2.0), (Tick(), 100.0))
+    assert (step.phase, done) == (Phase.TRAIN, ["TrainReady"])
+
+
+def test_a_round_waits_for_a_group_a_rank_until_the_last_sample() -> None:
+    step, _ = begin(replace(PLAN, reserved=False, round_groups=2), harvested=1, reserved_awake=False, now=0.0)
+    step, done = play(step, (GroupsCompleted(1, 4), 1.0))
+    assert done == []
+    step, done = play(step, (GroupsCompleted(1, 4), 2.0), (Trained(2), 3.0), (GroupsCompleted(2, 8, untrained=1), 4.0), (Trained(1), 5.0))
+    assert done == ["TrainReady", "TrainReady", "FinishStep"]
+
+
+def test_a_step_of_untrained_groups_finishes() -> None:
+    step, _ = begin(PLAN, harvested=1, reserved_awake=True, now=0.0)
+    step, done = play(step, (GroupsCompleted(4, 16, untrained=4), 1.0))
+    assert done == ["SleepReserved", "FinishStep"]
+
+
+@pytest.mark.parametrize("event", [GroupsCompleted(5, 16), GroupsCompleted(1, 17), Trained(1)])
+def test_an_impossible_event_raises(event: Event) -> None:
+    step, _ = begin(PLAN, harvested=1, reserved_awake=True, now=0.0)
+    with pytest.raises(ValueError):
+        react(step, event, 1.0)
+
+
+def test_any_schedule_ends_and_never_trains_beside_awake_reserved_engines() -> None:
+    for seed in range(300):
+        draw = random.Random(seed)
+        plan = replace(PLAN, window=draw.choice([0.0, 0.5, 1.0]), reserved=draw.random() < 0.8, round_groups=draw.choice([1, 2, 3]))
+        now, waiting, awake = 0.0, 4, draw.random() < 0.5
+        step, actions = begin(plan, harvested=draw.randint(0, 2), reserved_awake=awake, now=now)
+        for _ in range(200):
+            trained = 0
+            for action in actions:
+                match action:
+                    case SleepReserved():
+                        awake = False
+                    case WakeReserved():
+                        awake = True
+                    case TrainReady():
+                        assert not (awake and plan.reserved)
+                        trained = min(plan.round_groups, step.ready_groups)
+                    case FinishStep():
+                        pass
+            if step.phase is Phase.FINISH:
+                break
+            now += draw.random() * 3
+            event: Event = Trained(trained) if trained else Tick()
+            if not trained and draw.random() < 0.5:
+                event = FleetChanged(draw.randint(0, 2), 1)
+            elif not trained and waiting and (awake or step.harvested or not plan.reserved):
+                waiting -= 1
+                event = GroupsCompleted(1, 4)
+            step, actions = react(step, event, now)
+        assert step.phase is Phase.FINISH, f"seed {seed}: {step}"
+
+
+def test_every_phase_but_the_last_has_a_rule() -> None:
+    assert {rule.phase for rule in RULES} == set(Phase) - {Phase.FINISH}

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scavenger.errors import ConfigError, RewardError
+from trainer.rewards import RewardRunner
+
+FUNCTIONS = '''
+import os, time
+def good(prompt, answer, meta):
+    print("what a function prints breaks nothing")
+    return len(prompt) + len(answer) + meta["bonus"]
+def raises(prompt, answer, meta):
+    raise RuntimeError("no such judge")
+def hangs(prompt, answer, meta):
+    time.sleep(60)
+def dies(prompt, answer, meta):
+    os._exit(9)
+def nan(prompt, answer, meta):
+    return float("nan")
+def flaky(prompt, answer, meta):
+    seen = os.path.exists(meta["mark"])
+    open(meta["mark"], "w").close()
+    if not seen:
+        raise RuntimeError("first call")
+    return 0.5
+'''
+
+
+@pytest.fixture
+def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "judged.py").write_text(FUNCTIONS)
+    root = Path(__file__).resolve().parents[2]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(root)]))
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+
+
+def runner(name: str, **more: Any) -> RewardRunner:
+    return RewardRunner(f"judged:{name}", **({"timeout_s": 5.0, "retries": 1} | more))
+
+
+@pytest.mark.usefixtures("functions")
+def test_a_reward_function_is_called_with_texts_and_meta() -> None:
+    with runner("good") as rewards:
+        assert [rewards.score("ab", "cde", {"bonus": 0.25}) for _ in range(3)] == [5.25] * 3
+
+
+@pytest.mark.usefixtures("functions")
+@pytest.mark.parametrize(("name", "why"), [("raises", "no such judge"), ("dies", "ended with status 9"), ("nan", "the reward is nan")])
+def test_a_failure_is_an_error_not_a_reward_of_zero(name: str, why: str) -> None:
+    with runner(name) as rewards, pytest.raises(RewardError, match=f"failed 2 times: .*{why}"):
+        rewards.score("a", "b", {})
+
+
+@pytest.mark.usefixtures("functions")
+def test_a_function_that_hangs_is_killed_at_its_deadline_and_the_next_call_works() -> None:
+    with runner("hangs", timeout_s=0.2, retries=0) as rewards:
+        started = time.monotonic()
+        with pytest.raises(RewardError, match=r"no reward within 0\.2 s"):
+            rewards.score("a", "b", {})
+        assert time.monotonic() - started < 2.0
+        with pytest.raises(RewardError):
+            rewards.score("a", "b", {})
+
+
+@pytest.mark.usefixtures("functions")
+def test_a_failure_is_retried(tmp_path: Path) -> None:
+    with runner("flaky") as rewards:
+        assert rewards.score("a", "b", {"mark": str(tmp_path / "seen")}) == 0.5
+
+
+@pytest.mark.parametrize("name", ["nowhere:f", "judged:missing", "no-colon"])
+@pytest.mark.usefixtures("functions")
+def test_a_function_that_cannot_be_imported_is_a_configuration_error(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"reward\.function"), RewardRunner(name, timeout_s=1, retries=0):
+        pass
