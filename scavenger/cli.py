@@ -47,9 +47,9 @@ def version() -> None:
 def demo(
     out: Annotated[Path, typer.Option(help="folder for the results")] = Path("demo-out"),
     backend: Annotated[str, typer.Option(help="auto, slurm or local")] = "auto",
-    steps: Annotated[int, typer.Option(min=1, help="optimizer steps")] = 0,
+    steps: Annotated[int | None, typer.Option(min=1, help="optimizer steps")] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
-    preempt_every_s: Annotated[float, typer.Option(min=0, help="mean seconds between other users' jobs; 0 = none")] = -1.0,
+    preempt_every_s: Annotated[float | None, typer.Option(min=0, help="mean seconds between other users' jobs; 0 = none")] = None,
 ) -> None:
     """Run everything on this machine: a private Slurm, preempted engines, a training job that learns."""
     import dataclasses
@@ -58,7 +58,7 @@ def demo(
 
     options = session.DemoOptions(out)
     chosen = dataclasses.replace(options.settings, seed=seed, steps=steps or options.settings.steps)
-    every = options.preempt_every_s if preempt_every_s < 0 else preempt_every_s
+    every = options.preempt_every_s if preempt_every_s is None else preempt_every_s
     options = dataclasses.replace(options, backend=_one_of(backend, ("auto", "slurm", "local")), settings=chosen, preempt_every_s=every)
     try:
         sys.exit(session.run(options, Console(highlight=False)))
