@@ -103,11 +103,11 @@ class Stepper:
         machine, actions = phases.begin(
             self._plan(problems), harvested=self._run.fleet.harvested, reserved_awake=self.reserved_awake, now=time.monotonic()
         )
-        events = self._perform(work, actions)
+        events = self._perform(work, machine, actions)
         while machine.phase is not phases.Phase.FINISH:
             events.extend(self._observe(work, machine, timeout_s=0.0 if events else POLL_S))
             machine, actions = phases.react(machine, events.popleft(), time.monotonic())
-            events.extendleft(self._perform(work, actions))
+            events.extendleft(self._perform(work, machine, actions))
         return self._finish(work, machine.log, started)
 
     def set_reserved(self, awake: bool) -> None:
@@ -140,7 +140,7 @@ class Stepper:
             submitted=frozenset(submitted),
         )
 
-    def _perform(self, work: _Work, actions: Sequence[phases.Action]) -> deque[phases.Event]:
+    def _perform(self, work: _Work, machine: phases.Step, actions: Sequence[phases.Action]) -> deque[phases.Event]:
         events: deque[phases.Event] = deque()
         for action in actions:
             match action:
@@ -149,8 +149,7 @@ class Stepper:
                 case phases.WakeReserved():
                     self.set_reserved(True)
                 case phases.TrainReady():
-                    if trained := self._train_ready(work):
-                        events.append(phases.Trained(trained))
+                    events.append(phases.Trained(self._train_ready(work, machine.ready_groups)))
                 case phases.FinishStep():
                     pass
         return events
@@ -189,10 +188,10 @@ class Stepper:
             work.stats |= {stats.sample_id: stats for stats in self._ranks.train(one_round)}
             work.micro_steps += 1
 
-    def _train_ready(self, work: _Work) -> int:
-        """Micro-steps over waiting groups; returns how many were taken. Deterministic: one round, else all that wait."""
+    def _train_ready(self, work: _Work, ready: int) -> int:
+        """Micro-steps over the first `ready` groups that the machine knows of; returns how many. Deterministic: one round of them."""
         started = time.monotonic()
-        count = self._ranks.size if self._config.run.deterministic else len(work.ready)
+        count = min(ready, self._ranks.size) if self._config.run.deterministic else ready
         taken, work.ready = work.ready[:count], work.ready[count:]
         first = [group.rows for group in taken if work.mini_batch[group.prompt_index] == 0]
         later = [group for group in taken if work.mini_batch[group.prompt_index] > 0]

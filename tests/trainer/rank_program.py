@@ -1,8 +1,7 @@
-"""One MPI rank of a test: `mpirun -n N python rank_program.py MODEL OUT MODE`. Rank 0 trains made-up groups, or idles.
+"""One MPI rank of a test: `mpirun -n N python rank_program.py MODEL OUT`. Starting ranks is slow, so one launch does it all.
 
-MODE `train:SEED`: six groups in an order that the seed shuffles, deterministic; OUT gets the norm, the loss parts and the weights' root.
-MODE `idle`: rank 0 says nothing for two seconds; OUT gets the CPU seconds that rank 1 used meanwhile.
-MODE `resume:DIR`: train as SEED 0, save to DIR with all ranks.
+Rank 0 trains made-up groups twice from the same weights, in two orders of arrival, and keeps the norm, the loss parts and the weights'
+root; saves a checkpoint with all ranks; then says nothing for two seconds while rank 1 counts the CPU seconds that its waiting takes.
 """
 
 from __future__ import annotations
@@ -36,50 +35,44 @@ def train(ranks: Ranks, seed: int) -> dict[str, object]:
     return {"norm": norm, "root": manifest.root.hex(), "stats": parts}
 
 
-def lead(comm: Comm, learner: Learner, mode: str) -> dict[str, object]:
-    ranks = Ranks(comm, learner)
-    kind, _, value = mode.partition(":")
-    found: dict[str, object] = {}
-    if kind == "train":
-        found = train(ranks, int(value))
-    elif kind == "resume":
-        found = train(ranks, 0)
-        out = Path(value)
-        ranks.save(checkpoint.prepare(out, 1))
-        state = checkpoint.State(1, 1, str(found["root"]), GROUPS, 0, ranks.updates_taken, "float64")
-        checkpoint.complete(out, state, keep=2)
-    ranks.stop()
-    return found
+def save(ranks: Ranks, out: Path, root: object) -> None:
+    ranks.save(checkpoint.prepare(out, 1))
+    checkpoint.complete(out, checkpoint.State(1, 1, str(root), GROUPS, 0, ranks.updates_taken, "float64"), keep=2)
 
 
-def idle(comm: Comm, out: Path) -> None:
-    """Only rank 1's own clock counts: everything it does between two frames is waiting."""
+def idle(comm: Comm) -> float:
+    """CPU seconds of rank 1 between two frames: all it does there is wait."""
     if comm.rank == 0:
         comm.send([b"start"] * comm.size)
         time.sleep(2.0)
         comm.send([b"stop"] * comm.size)
-        (used,) = comm.replies()
-        out.write_text(json.dumps({"cpu_s": float(used)}))
-        return
+        return float(comm.replies()[0])
     comm.receive()
     before = time.process_time()
     comm.receive()
     comm.reply(str(time.process_time() - before).encode())
+    return 0.0
 
 
-def main(model: str, out: str, mode: str) -> None:
+def main(model: str, out: str) -> None:
     comm = connect(idle_poll_ms=5.0)
-    if mode == "idle":
-        idle(comm, Path(out))
-        return
-    learner = Learner(
-        Path(model), join(comm), algorithm=AlgorithmSection(), optimizer=OptimizerSection(lr=1e-3), temperature=1.0, deterministic=True
-    )
-    if comm.rank == 0:
-        Path(out).write_text(json.dumps({"ranks": comm.size} | lead(comm, learner, mode)))
-    else:
-        serve(comm, learner)
+    mesh = join(comm)
+    found: list[dict[str, object]] = []
+    for seed in (5, 6):
+        learner = Learner(
+            Path(model), mesh, algorithm=AlgorithmSection(), optimizer=OptimizerSection(lr=1e-3), temperature=1.0, deterministic=True
+        )
+        if comm.rank == 0:
+            ranks = Ranks(comm, learner)
+            found.append(train(ranks, seed))
+            save(ranks, Path(out), found[-1]["root"])
+            ranks.stop()
+        else:
+            serve(comm, learner)
     leave()
+    idle_cpu_s = idle(comm)
+    if comm.rank == 0:
+        (Path(out) / "found.json").write_text(json.dumps({"ranks": comm.size, "steps": found, "idle_cpu_s": idle_cpu_s}))
 
 
 if __name__ == "__main__":

@@ -32,7 +32,9 @@ def test_a_masked_sample_neither_counts_nor_gets_an_advantage() -> None:
     assert found.values.tolist() == [0.5, 0.0, -0.5]
 
 
-@pytest.mark.parametrize(("rewards", "usable", "why"), [([1.0, 1.0], [True, True], "zero variance"), ([1.0, 0.0], [True, False], "1 usable")])
+@pytest.mark.parametrize(
+    ("rewards", "usable", "why"), [([1.0, 1.0], [True, True], "zero variance"), ([1.0, 0.0], [True, False], "1 usable")]
+)
 def test_a_group_that_compares_nothing_is_flagged_with_the_reason(rewards: list[float], usable: list[bool], why: str) -> None:
     found = group_normalised(torch.tensor(rewards, dtype=F64), torch.tensor(usable), scale_by_std=True)
     assert not found.informative

@@ -10,64 +10,63 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from scavenger.config import AlgorithmSection, OptimizerSection
 from scavenger.errors import ConfigError
+from tests.trainer.rank_program import train
 from trainer import checkpoint, comm, publish
 from trainer.launch import environment
 from trainer.model import Learner
+from trainer.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def launch(ranks: int, *arguments: str) -> None:
+@pytest.fixture(scope="module")
+def together(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that two ranks left behind (see `rank_program`)."""
+    out = tmp_path_factory.mktemp("ranks")
     environ = environment(os.environ, root=os.geteuid() == 0) | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    program = [sys.executable, str(Path(__file__).with_name("rank_program.py")), *arguments]
-    start = ["mpirun", "-n", str(ranks)] if ranks > 1 else []
-    done = subprocess.run([*start, *program], env=environ, capture_output=True, text=True, timeout=100, check=False)
+    program = [sys.executable, str(Path(__file__).with_name("rank_program.py")), str(model_folder), str(out)]
+    done = subprocess.run(["mpirun", "-n", "2", *program], env=environ, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
+    return out
 
 
-def trained(ranks: int, seed: int, model: Path, out: Path) -> dict[str, Any]:
-    launch(ranks, str(model), str(out), f"train:{seed}")
-    found: dict[str, Any] = json.loads(out.read_text())
-    assert found["ranks"] == ranks
-    return found
+def found(folder: Path) -> Any:
+    return json.loads((folder / "found.json").read_text())
+
+
+def make_learner(folder: Path, mesh: DeviceMesh) -> Learner:
+    return Learner(folder, mesh, algorithm=AlgorithmSection(), optimizer=OptimizerSection(lr=1e-3), temperature=1.0, deterministic=True)
 
 
 @pytest.mark.mpi
-def test_one_and_two_ranks_take_the_same_step_in_any_order_of_arrival(model_folder: Path, tmp_path: Path) -> None:
-    alone = trained(1, 0, model_folder, tmp_path / "one")
-    both = trained(2, 5, model_folder, tmp_path / "two")
-    again = trained(2, 6, model_folder, tmp_path / "three")
+def test_one_and_two_ranks_take_the_same_step_in_any_order_of_arrival(together: Path, model_folder: Path, mesh: DeviceMesh) -> None:
+    alone = json.loads(json.dumps(train(Ranks(comm.Solo(), make_learner(model_folder, mesh)), 0)))
+    both, again = found(together)["steps"]
+    assert found(together)["ranks"] == 2
     assert both["root"] == again["root"], "bit by bit"
     assert alone["stats"] == both["stats"] == again["stats"]
     assert both["norm"] == pytest.approx(alone["norm"], rel=1e-12)
 
 
 @pytest.mark.mpi
-def test_a_checkpoint_of_two_ranks_resumes_on_one_bit_by_bit(model_folder: Path, mesh: DeviceMesh, tmp_path: Path) -> None:
-    launch(2, str(model_folder), str(tmp_path / "out.json"), f"resume:{tmp_path}")
-    path = checkpoint.select(tmp_path, "auto")
+def test_a_checkpoint_of_two_ranks_resumes_on_one_bit_by_bit(together: Path, model_folder: Path, mesh: DeviceMesh) -> None:
+    path = checkpoint.select(together, "auto")
     assert path is not None
     state = checkpoint.read_state(path)
-    learner = Learner(
-        model_folder, mesh, algorithm=AlgorithmSection(), optimizer=OptimizerSection(), temperature=1.0, deterministic=True
-    )
+    learner = make_learner(model_folder, mesh)
     checkpoint.load_shards(learner, path, state.updates_taken)
     manifest, _ = publish.build_version(1, publish.gather(learner, "float64"), "float64")
     assert manifest.root.hex() == state.root
     assert learner.updates_taken == 1
-    moments = torch.cat([value.full_tensor().flatten() for name, value in learner.state().items() if name.startswith("exp_avg_sq")])  # type: ignore[attr-defined]
-    assert moments.max() > 0
 
 
 @pytest.mark.mpi
-def test_an_idle_rank_uses_less_than_a_twentieth_of_a_core(model_folder: Path, tmp_path: Path) -> None:
-    launch(2, str(model_folder), str(tmp_path / "idle"), "idle")
-    assert json.loads((tmp_path / "idle").read_text())["cpu_s"] < 0.05 * 2.0
+def test_an_idle_rank_uses_less_than_a_twentieth_of_a_core(together: Path) -> None:
+    assert found(together)["idle_cpu_s"] < 0.05 * 2.0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,97 @@
+"""The whole loop in one process: engine, rewards, training, evaluation, checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer import checkpoint
+from trainer.__main__ import crash_step, main
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN = """
+[run]
+name = "local"
+steps = {steps}
+state_dir = "state"
+out_dir = "{out}"
+deterministic = true
+[model]
+path = "{model}"
+context_length = 24
+[data]
+prompts_per_step = 3
+samples_per_prompt = 4
+[sampling]
+max_tokens = 8
+[weights]
+dtype = "float64"
+[checkpoint]
+every = 1
+[eval]
+problems = 4
+[reward]
+function = "tests.trainer.test_local:first_digits"
+"""
+
+
+def first_digits(prompt: str, answer: str, meta: dict[str, Any]) -> float:
+    """A reward that an untrained model meets sometimes, so that there is something to learn."""
+    return float(sum(char in meta["answer"] for char in answer))
+
+
+def write_run(folder: Path, model: Path, *, steps: int, out: str) -> Path:
+    path = folder / f"{out}.toml"
+    path.write_text(RUN.format(steps=steps, out=out, model=model))
+    return path
+
+
+def run_local(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own: torch.distributed, threads and signals are the process's."""
+    environ = dict(os.environ) | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    argv = [sys.executable, "-m", "trainer", str(path), "--local", *arguments]
+    return subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=100, check=False)
+
+
+def metrics(folder: Path, out: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / out / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_two_steps_run_in_one_process_and_a_resumed_run_repeats_the_second(model_folder: Path, tmp_path: Path) -> None:
+    done = run_local(write_run(tmp_path, model_folder, steps=2, out="whole"))
+    assert done.returncode == 0, done.stderr
+    assert "step 2/2" in done.stdout
+    whole = metrics(tmp_path, "whole")
+    assert [(entry["kind"], entry["step"]) for entry in whole] == [("eval", 0), ("train", 1), ("train", 2), ("eval", 2)]
+    assert whole[1]["tokens"] > 0
+    assert [path.name for path in checkpoint.found(tmp_path / "whole")] == ["step-00000001", "step-00000002"]
+
+    first = checkpoint.found(tmp_path / "whole")[0]
+    done = run_local(write_run(tmp_path, model_folder, steps=2, out="resumed"), "--resume", str(first))
+    assert done.returncode == 0, done.stderr
+    assert "after step 1" in done.stdout
+    again = metrics(tmp_path, "resumed")
+    assert [(entry["kind"], entry["step"]) for entry in again] == [("train", 2), ("eval", 2)]
+    timing = {"at", "version", "phases", *(name for name in whole[2] if name.startswith("seconds"))}
+    same = [{name: value for name, value in entry.items() if name not in timing} for entry in (whole[2], again[0])]
+    assert same[0] == same[1]
+    roots = [checkpoint.read_state(checkpoint.found(tmp_path / out)[-1]).root for out in ("whole", "resumed")]
+    assert roots[0] == roots[1]
+
+
+def test_a_missing_model_is_an_error_with_its_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(write_run(tmp_path, tmp_path / "nowhere", steps=1, out="x")), "--local"]) == 2
+    assert "holds no tokenizer.json" in capsys.readouterr().err
+
+
+def test_the_crash_point_of_recovery_tests_is_checked() -> None:
+    assert crash_step("") == 0
+    assert crash_step("between-publish-and-commit:3") == 3
+    with pytest.raises(Exception, match="names no crash point"):
+        crash_step("somewhere")

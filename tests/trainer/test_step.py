@@ -1,0 +1,188 @@
+"""A step over recorded groups that arrive in any order, from a fleet that comes and goes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed.device_mesh import DeviceMesh
+
+from scavenger import wire
+from scavenger.config import RunConfig
+from scavenger.errors import RewardError
+from scavenger.weights.manifest import Manifest
+from trainer import publish
+from trainer.comm import Solo
+from trainer.data import Problems, open_tokenizer
+from trainer.model import Learner
+from trainer.ranks import Ranks
+from trainer.scoring import Scoring
+from trainer.step import Stepper, StepResult
+
+SAMPLING = wire.Sampling(8, stop_token_ids=(1,))
+
+
+def make_config(model: Path, **sections: dict[str, Any]) -> RunConfig:
+    base: dict[str, dict[str, Any]] = {
+        "run": {"name": "r", "steps": 3, "state_dir": "s", "out_dir": "o", "deterministic": True},
+        "model": {"path": model, "context_length": 24},
+        "sampling": {"max_tokens": 8},
+        "data": {"prompts_per_step": 6, "samples_per_prompt": 4},
+        "reserved": {"workers": 1, "wake_after_s": 0.01},
+        "algorithm": {},
+        "reward": {},
+        "optimizer": {"lr": 1e-3},
+    }
+    return RunConfig.model_validate({name: base.get(name, {}) | sections.get(name, {}) for name in base.keys() | sections.keys()})
+
+
+class RecordedRun:
+    """Answers each submit with the same made-up answers; hands them out in an order that `draw` gives, while `harvested` changes."""
+
+    def __init__(self, draw: random.Random, harvested: Sequence[int] = (1,), error: str | None = None) -> None:
+        self.attempt, self.last_step, self.next_version = 1, 0, 1
+        self.fleet = wire.Fleet(harvested[0], 1, 0, 0, 0)
+        self._draw = draw
+        self._harvested = list(harvested)
+        self._error = error
+        self._groups: list[wire.GroupDone] = []
+        self.told: list[bool] = []
+
+    def submit(self, step: int, version: int, groups: Sequence[wire.GroupSpec], purpose: str = "train") -> tuple[int, ...]:
+        self._groups = [self._answer(step, version, spec) for spec in groups]
+        ids = tuple(group.group_id for group in self._groups)
+        self._draw.shuffle(self._groups)
+        return ids
+
+    def _answer(self, step: int, version: int, spec: wire.GroupSpec) -> wire.GroupDone:
+        made = random.Random(spec.prompt_index)
+        samples = []
+        for index in range(spec.n):
+            count = made.randint(1, 8)
+            tokens = wire.pack_tokens([made.randrange(1, 13) for _ in range(count)])
+            logprobs = wire.pack_logprobs([made.uniform(-4, -2) for _ in range(count)])
+            error = self._error if index == 0 else None
+            number = spec.prompt_index * 10 + index
+            samples.append(wire.DoneSample(number, index, tokens, logprobs, logprobs, "stop", made.randint(0, 1), error=error))
+        return wire.GroupDone(
+            100 + spec.prompt_index, step, version, "train", spec.prompt_index, spec.prompt, spec.meta, tuple(made.sample(samples, spec.n))
+        )
+
+    def poll(self, timeout_s: float) -> list[wire.GroupDone]:
+        self.fleet = wire.Fleet(self._harvested.pop(0) if len(self._harvested) > 1 else self._harvested[0], 1, 0, 0, 0)
+        somebody = self.fleet.harvested > 0 or self.told[-1:] == [True]
+        count = self._draw.randint(0, 2) if somebody else 0
+        taken, self._groups = self._groups[:count], self._groups[count:]
+        return taken
+
+    def set_reserved(self, awake: bool) -> None:
+        self.told.append(awake)
+
+    def publish(self, step: int, manifest: Manifest, source: wire.WeightSource) -> None: ...
+    def commit(
+        self, step: int, version: int, outcomes: Sequence[wire.SampleOutcome], metrics: dict[str, float], purpose: str = "train"
+    ) -> None: ...
+    def checkpoint(self, step: int, version: int, root: bytes, path: str) -> None: ...
+    def close_run(self, state: str, reason: str = "") -> None: ...
+
+
+class LengthReward:
+    """Longer is better, except that the group of problem 2 is worth nothing."""
+
+    def score(self, prompt: str, answer: str, meta: dict[str, Any]) -> float:
+        return 0.0 if meta["answer"] == WORTHLESS else float(len(answer))
+
+
+class NoReward:
+    def score(self, prompt: str, answer: str, meta: dict[str, Any]) -> float:
+        raise RewardError("no judge")
+
+
+WORTHLESS = ""
+
+
+def play(config: RunConfig, mesh: DeviceMesh, run: RecordedRun, scorer: Any = None) -> tuple[StepResult, str]:
+    global WORTHLESS
+    tokenizer = open_tokenizer(config.model.path)
+    problems = Problems(config, tokenizer).of_step(1)
+    WORTHLESS = problems[2].meta["answer"]
+    learner = Learner(
+        config.model.path, mesh, algorithm=config.algorithm, optimizer=config.optimizer, temperature=1.0,
+        deterministic=config.run.deterministic,
+    )  # fmt: skip
+    ranks = Ranks(Solo(), learner)
+    scoring = Scoring(scorer or LengthReward(), tokenizer, config.reward, config.algorithm, lambda line: None)
+    result = Stepper(config, run, ranks, scoring, SAMPLING).step(1, 1, problems)
+    manifest, _ = publish.build_version(1, publish.gather(learner, "float64"), "float64")
+    return result, manifest.root.hex()
+
+
+def comparable(result: StepResult) -> dict[str, float]:
+    return {name: value for name, value in result.metrics.items() if not name.startswith("seconds")}
+
+
+@pytest.mark.parametrize("updates", [1, 3])
+def test_arrival_order_and_fleet_change_neither_losses_nor_weights(model_folder: Path, mesh: DeviceMesh, updates: int) -> None:
+    config = make_config(model_folder, algorithm={"updates_per_step": updates})
+    fleets = [(1,), (0,), (6, 6, 0, 0, 0, 2, 0), (2, 2, 2, 0)]
+    results = [play(config, mesh, RecordedRun(random.Random(seed), harvested)) for seed, harvested in enumerate(fleets)]
+    first, root = results[0]
+    assert first.metrics["groups_filtered"] == 1
+    assert first.metrics["updates"] == updates
+    assert {outcome.outcome for outcome in first.outcomes} == {"consumed", "filtered"}
+    for other, other_root in results[1:]:
+        assert other_root == root
+        assert other.outcomes == first.outcomes
+        assert comparable(other) == comparable(first)
+
+
+def test_reserved_engines_finish_the_step_when_the_harvested_die_after_the_window(model_folder: Path, mesh: DeviceMesh) -> None:
+    """I11, with the gradients of groups trained before the wake kept."""
+    calm, calm_root = play(make_config(model_folder), mesh, RecordedRun(random.Random(3)))
+    run = RecordedRun(random.Random(3), (2, 2, 2, 0))
+    result, root = play(make_config(model_folder, reserved={"window": 0.1, "wake_after_s": 0.01}), mesh, run)
+    assert run.told == [True, False, True, False]
+    assert any(line.startswith("train -> wake: no harvested engine") for line in result.phase_log)
+    assert (root, result.outcomes, comparable(result)) == (calm_root, calm.outcomes, comparable(calm))
+
+
+def test_several_updates_differ_from_one_and_clip(model_folder: Path, mesh: DeviceMesh) -> None:
+    _, one = play(make_config(model_folder), mesh, RecordedRun(random.Random(0)))
+    thrice = make_config(model_folder, algorithm={"updates_per_step": 3}, optimizer={"lr": 0.05})
+    result, three = play(thrice, mesh, RecordedRun(random.Random(0)))
+    assert one != three
+    assert result.metrics["clip_fraction"] > 0
+
+
+def test_packed_training_agrees_with_group_by_group_to_rounding(model_folder: Path, mesh: DeviceMesh) -> None:
+    exact, _ = play(make_config(model_folder), mesh, RecordedRun(random.Random(0)))
+    packed, _ = play(
+        make_config(model_folder, run={"deterministic": False}, trainer={"micro_batch_tokens": 64}), mesh, RecordedRun(random.Random(1))
+    )
+    assert packed.metrics["loss"] == pytest.approx(exact.metrics["loss"], rel=1e-4)
+    assert packed.metrics["grad_norm"] == pytest.approx(exact.metrics["grad_norm"], rel=1e-5)
+
+
+def test_the_denominator_counts_every_usable_answer_token(model_folder: Path, mesh: DeviceMesh) -> None:
+    result, _ = play(make_config(model_folder), mesh, RecordedRun(random.Random(0)))
+    assert result.metrics["tokens"] == pytest.approx(result.metrics["length_mean"] * 24)
+    assert result.metrics["tokens_trained"] < result.metrics["tokens"]
+
+
+def test_a_poisoned_sample_is_masked_with_its_reason_and_the_rest_trained(model_folder: Path, mesh: DeviceMesh) -> None:
+    result, _ = play(make_config(model_folder), mesh, RecordedRun(random.Random(0), error="killed 3 engines"))
+    masked = [outcome for outcome in result.outcomes if outcome.outcome == "masked"]
+    assert len(masked) == 6
+    assert all("killed 3 engines" in outcome.reason and outcome.advantage == 0.0 and outcome.reward != outcome.reward for outcome in masked)
+    assert result.metrics["samples"] == 18
+
+
+def test_a_reward_error_stops_the_run_unless_it_is_masked(model_folder: Path, mesh: DeviceMesh) -> None:
+    with pytest.raises(RewardError):
+        play(make_config(model_folder), mesh, RecordedRun(random.Random(0)), NoReward())
+    result, _ = play(make_config(model_folder, reward={"on_reward_error": "mask"}), mesh, RecordedRun(random.Random(0)), NoReward())
+    assert {outcome.outcome for outcome in result.outcomes} == {"masked"}
+    assert (result.metrics["updates"], result.metrics["tokens"]) == (0.0, 0.0)
