@@ -40,11 +40,10 @@ class Link:
         await asyncio.sleep(delay_s)
         try:
             rendezvous = read_rendezvous(self._state_dir)
-            self._socket = self._open(rendezvous.endpoint, rendezvous.server_key)
+            self._socket, monitor = self._open(rendezvous.endpoint, rendezvous.server_key)
         except (ScavengerError, zmq.ZMQError) as error:
             self._post(Unreachable(str(error)))
             return
-        monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
         self._tasks = [
             asyncio.create_task(self._receive(self._socket)),
             asyncio.create_task(self._watch(monitor)),
@@ -61,7 +60,7 @@ class Link:
         self._drop(linger_ms)
         self._context.destroy(linger_ms)
 
-    def _open(self, endpoint: str, server_key: str) -> zmq.asyncio.Socket:
+    def _open(self, endpoint: str, server_key: str) -> tuple[zmq.asyncio.Socket, zmq.asyncio.Socket]:
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.CURVE_SERVERKEY, server_key.encode())
         socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keypair.public.encode())
@@ -72,12 +71,15 @@ class Link:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RECONNECT_IVL, 100)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+        # Before the connection: a refusal that nobody watches for is not told again.
+        monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
         try:
             socket.connect(endpoint)
         except zmq.ZMQError:
+            socket.disable_monitor()
             socket.close(linger=0)
             raise
-        return socket
+        return socket, monitor
 
     def _drop(self, linger_ms: int) -> None:
         for task in self._tasks:
