@@ -152,6 +152,7 @@ class Record:
     kill_sent: bool = False
     deadline: float = float("inf")
     gpus: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    ran_on: tuple[str, ...] = ()  # where an ended job was: Slurm goes on listing its nodes
 
     @property
     def priority(self) -> int:

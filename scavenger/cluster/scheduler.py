@@ -172,6 +172,7 @@ class Scheduler:
     def _end(self, job: Record, state: JobState, exit_code: int, reason: str, now: float) -> Ended:
         job.move(Phase.ENDED)
         job.state, job.exit_code, job.reason, job.end_time = state, exit_code, reason, now
+        job.ran_on = tuple(sorted(job.gpus))
         job.gpus, job.deadline = {}, now + _KEEP_ENDED_S
         return Ended(job.job_id, state, exit_code, reason)
 
@@ -252,6 +253,8 @@ class Scheduler:
                 job.reason = "Priority"
                 continue
             names = [name for name in self._allowed(job) if name in rooms and not self._held(job, name, blocked)]
+            if self._part(job).spread:
+                names.sort(key=lambda name: -rooms[name].free)  # stable: ties stay in the layout's order
             fit = [name for name in names if self._fits(job, rooms[name].free, rooms[name].cpus)][:job.spec.nodes]
             if len(fit) == job.spec.nodes:
                 actions.append(self._start(job, fit, rooms, now))
@@ -359,7 +362,7 @@ class Scheduler:
             job_id=job.job_id, user=job.user, partition=job.spec.partition, state=job.state,
             flags=frozenset({JobFlag.COMPLETING}) if stopping else frozenset(),
             reason="" if job.reason == "None" else job.reason, name=job.spec.name, comment=job.spec.comment,
-            nodes=tuple(sorted(job.gpus)), gpus=job.spec.gpus * job.spec.nodes,
+            nodes=tuple(sorted(job.gpus)) or job.ran_on, gpus=job.spec.gpus * job.spec.nodes,
             gpus_by_node=tuple((node, len(held)) for node, held in sorted(job.gpus.items()) if held),
             n_nodes=job.spec.nodes, cpus=job.spec.tasks * job.spec.cpus_per_task, priority=job.priority,
             restart_count=job.restart_count, submit_time=job.submit_time, eligible_time=job.eligible_time,

@@ -32,11 +32,11 @@ from scavenger.cluster.port import Cluster
 from scavenger.config import DaemonConfig
 from scavenger.errors import AuthError, ClusterError, ClusterUnavailable, ConfigError, SubmitUnknown
 from scavenger.harvest import policy, preflight, sights
-from scavenger.harvest.health import Health, HealthRules
-from scavenger.harvest.policy import Cancel, CancelPending, Decision, GiveBack, Leaving, Limits, Submit
+from scavenger.harvest.limits import limits_of, rules_of
+from scavenger.harvest.policy import Cancel, CancelPending, Decision, GiveBack, Leaving, Submit
 from scavenger.harvest.room import owners
 from scavenger.harvest.script import job_spec, log_path, read_template
-from scavenger.harvest.tracker import Output, Rules, Tracker
+from scavenger.harvest.tracker import Output, Tracker
 from scavenger.ledger import records as rec
 from scavenger.router.events import Identity, IntentRevoked, RouterEvent
 from scavenger.router.machine import Demand
@@ -85,11 +85,10 @@ class Harvester:
         self._register, self._unregister = register, unregister
         self._clock, self._leave_s, self._token = clock, leave_s, token
         self._template = read_template(config.harvest.job_template)
+        probe = Submit(0, "probe", config.harvest.partition, 1, "")
+        job_spec(config, self._template, config.cluster.backend, uid, sights.intent_name("00000000"), probe)  # a bad template shows now
         self._state_dir = config.daemon.state_dir
-        harvest = config.harvest
-        health = HealthRules(harvest.quarantine_after, harvest.quarantine_s, harvest.backoff_s)
-        user = pwd.getpwuid(os.getuid()).pw_name
-        self.tracker = Tracker(Rules(uid, user, config.cluster.absent_s, health))
+        self.tracker = Tracker(rules_of(config, uid, pwd.getpwuid(os.getuid()).pw_name))
         self.view: ClusterView | None = None  # the last complete observation, for the display
         self._info: ClusterInfo | None = None
         self._refused = ""  # why the partition may no longer be harvested
@@ -130,39 +129,32 @@ class Harvester:
         """Harvest until `stop` is set. Raises `ConfigError` when the partition may not be harvested, `ClusterError` when there is no
         scheduler to talk to; what fails later is an event and is tried again."""
         (self._state_dir / "logs").mkdir(mode=0o700, parents=True, exist_ok=True)
-        try:
-            while not (stop.is_set() or self._stopping.is_set()):
-                async with self._cycle_lock:
-                    wait_s = await self._cycle()
-                await self._pause(stop, wait_s)
-        finally:
-            self._thread.shutdown(wait=False, cancel_futures=True)
+        while not stop.is_set():
+            async with self._cycle_lock:
+                if self._stopping.is_set():
+                    return
+                wait_s = await self._cycle()
+            await self._pause(stop, wait_s)
 
     async def shutdown(self, cancel: bool) -> None:
         """Stop. Jobs stay for the next daemon unless `cancel`: then every one is cancelled, and waited for while that takes `CANCEL_S`."""
         self._stopping.set()
-        self._poked.set()
-        with contextlib.suppress(TimeoutError):  # a hung command: what it does is found out by the next daemon
+        with contextlib.suppress(TimeoutError):  # a hung command: what it did is found out by the next daemon
             async with asyncio.timeout(CANCEL_S if cancel else STOP_S):
                 async with self._cycle_lock:
                     if cancel:
                         await self._cancel_all()
+                    self._thread.shutdown(wait=False)
 
     async def _cancel_all(self) -> None:
-        thread, self._thread = self._thread, ThreadPoolExecutor(max_workers=1, thread_name_prefix="cluster")
-        thread.shutdown(wait=False)
         try:
             while jobs := self.tracker.jobs({}):
-                chosen = [Cancel(job.intent_id, "the daemon shuts down") for job in jobs if job.job_id and job.leaving is Leaving.NO]
-                await self._cancel(chosen, "shutdown")
+                chosen = [Cancel(job.intent_id, "the daemon shuts down") for job in jobs if job.leaving is not Leaving.CANCELLED]
+                await self._cancel([action for action in chosen if self.tracker.intents[action.intent_id].job_id], "{}")
                 self._absorb(self.tracker.observe(await self._look(), self._clock()))
-                if not any(job.job_id for job in self.tracker.jobs({})):
-                    return
                 await asyncio.sleep(min(1.0, self.config.cluster.quick_s))
-        except ClusterUnavailable as error:
+        except ClusterError as error:
             log.warning("jobs may be left", reason=error.cause, jobs=sorted(self.tracker.job_ids()))
-        finally:
-            self._thread.shutdown(wait=False, cancel_futures=True)
 
     # ---------------------------------------------------------------- one cycle
 
@@ -171,12 +163,10 @@ class Harvester:
         section = self.config.cluster
         try:
             view = await self._observe()
-        except ClusterUnavailable as error:
-            return self._unreachable(error)
         except ClusterError as error:
-            if self._info is None:
+            if self._info is None and not isinstance(error, ClusterUnavailable):
                 raise  # it never worked: no Slurm on PATH, not a cluster
-            return self._unreachable(error)
+            return self._failed(error)
         if self._failures:
             self._write([rec.Event("cluster_back", 0, self._name, f"answers again after {self._failures} failures", "{}", self._clock())])
             self._failures = 0
@@ -185,12 +175,15 @@ class Harvester:
         output = self.tracker.observe(view, self._clock())
         self._absorb(output)
         self._sample(view)
-        await self._cancel_strangers(output.strangers)
         demand = self._wanted()
         now = self._clock()
         limits = limits_of(self.config, self.tracker.health, self._leave_s, now)
         decision = policy.decide(view, demand, self.tracker.jobs(self._leases()), limits, now)
-        await self._perform(decision, demand)
+        try:
+            await self._cancel_strangers(output.strangers)
+            await self._perform(decision, demand)
+        except ClusterError as error:
+            return self._failed(error)
         return section.quick_s if self.tracker.expecting(self._clock()) else section.observe_s
 
     async def _observe(self) -> ClusterView:
@@ -222,12 +215,14 @@ class Harvester:
             self._write([rec.Event(kind, 0, self.config.harvest.partition, refused or "it is preemptible again", "{}", self._clock())])
         self._refused = refused
 
-    def _unreachable(self, error: ClusterError) -> float:
+    def _failed(self, error: ClusterError) -> float:
+        """A command failed: what it was to do is decided afresh on the next view. Returns the seconds until then."""
         self._failures += 1
         retry_s = min(MAX_RETRY_S, self.config.cluster.quick_s * 2.0 ** min(self._failures - 1, 30))
+        kind = "cluster_unavailable" if isinstance(error, ClusterUnavailable) else "cluster_refused"
         detail = _json({"failures": self._failures, "retry_s": retry_s})
-        self._write([rec.Event("cluster_unavailable", 0, self._name, error.cause, detail, self._clock())])
-        log.warning("cluster unavailable", reason=error.cause, failures=self._failures, retry_s=retry_s)
+        self._write([rec.Event(kind, 0, self._name, error.cause, detail, self._clock())])
+        log.warning(kind, reason=error.cause, failures=self._failures, retry_s=retry_s)
         return retry_s
 
     def _absorb(self, output: Output) -> None:
@@ -264,15 +259,13 @@ class Harvester:
             return
         self._last_reason = ""
         cancels = [action for action in decision.actions if isinstance(action, CancelPending | Cancel)]
-        try:
-            await self._cancel(cancels, inputs)
-            for action in decision.actions:
-                if isinstance(action, GiveBack):
-                    self._give_back(action, inputs)
-                elif isinstance(action, Submit) and not await self._submit(action, inputs):
-                    break  # one that fails says enough about the next
-        except ClusterUnavailable as error:
-            self._unreachable(error)
+        for action in decision.actions:
+            if isinstance(action, GiveBack):
+                self._give_back(action, inputs)
+        await self._cancel(cancels, inputs)
+        for action in decision.actions:
+            if isinstance(action, Submit) and not await self._submit(action, inputs):
+                return  # one that fails says enough about the next
 
     async def _cancel(self, actions: Sequence[CancelPending | Cancel], inputs: str) -> None:
         """Cancel jobs with one command. What has no id yet is remembered, and cancelled when it turns up."""
@@ -296,10 +289,7 @@ class Harvester:
             return
         why = "it carries this ledger's id and an intent that the ledger does not have open"
         self._write([rec.Event("stranger_cancelled", 0, f"job {job_id}", why, "{}", self._clock()) for job_id in job_ids])
-        try:
-            await self._call(self.cluster.cancel, job_ids)
-        except ClusterUnavailable as error:
-            self._unreachable(error)  # the next view shows them again
+        await self._call(self.cluster.cancel, job_ids)
 
     def _give_back(self, action: GiveBack, inputs: str) -> None:
         now = self._clock()
@@ -317,7 +307,11 @@ class Harvester:
         intended = rec.JobIntended(intent_id, action.run_id, action.partition, action.gpus, pair.public, now)
         await self._commit([intended, _decided(action, intent_id, inputs, now)])
         self.tracker.intend(intended, self._clock())
-        await self._call(keys.write_keypair, keys.worker_key_path(self._state_dir, intent_id), pair)
+        try:
+            await self._call(keys.write_keypair, keys.worker_key_path(self._state_dir, intent_id), pair)
+        except OSError as error:
+            self._absorb(self.tracker.submit_refused(intent_id, f"its key file cannot be written: {error}", self._clock()))
+            return False
         self._register(pair.public, Identity("worker", pair.public, action.run, intent_id))
         try:
             job_id = await self._call(self.cluster.submit, spec)
@@ -363,27 +357,6 @@ class Harvester:
     @property
     def _name(self) -> str:
         return self._info.name if self._info is not None else "cluster"
-
-
-def limits_of(config: DaemonConfig, health: Health, leave_s: float, now: float) -> Limits:
-    """What the configuration and the nodes' health allow now."""
-    harvest, cluster = config.harvest, config.cluster
-    not_before, why = health.backoff()
-    return Limits(
-        partition=harvest.partition,
-        max_engines=harvest.max_engines,
-        max_pending=harvest.max_pending,
-        headroom_gpus=harvest.headroom_gpus,
-        gpu_type=harvest.gpu_type,
-        cpus_per_engine=harvest.cpus_per_engine,
-        memory_mb_per_engine=harvest.memory_mb_per_engine,
-        stale_s=max(2 * cluster.observe_s, cluster.command_timeout_s),
-        horizon_s=cluster.observe_s,
-        leave_s=leave_s,
-        quarantined=health.quarantined(now),
-        not_before=not_before,
-        not_before_reason=why,
-    )
 
 
 async def _first(*events: asyncio.Event, timeout_s: float) -> None:

@@ -1,0 +1,387 @@
+"""The harvester on a real local cluster: jobs are processes, preemption is real; ledger and router are lists."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import stat
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scavenger import keys
+from scavenger.cluster.layout import Layout, PartitionLayout
+from scavenger.cluster.local import LocalServer
+from scavenger.cluster.model import ClusterInfo, ClusterView, Job, JobSpec, JobState, PreemptMode
+from scavenger.cluster.port import Cluster
+from scavenger.config import ClusterSection, DaemonConfig, DaemonSection, HarvestSection
+from scavenger.errors import ClusterError, ClusterUnavailable, ConfigError, SubmitUnknown
+from scavenger.harvest.driver import Harvester
+from scavenger.harvest.sights import comment_of
+from scavenger.ledger import records as rec
+from scavenger.router.events import Identity, IntentRevoked, JobGone
+from scavenger.router.machine import Demand
+from tests.clusters import unfinished
+
+UID = "feedbeef"
+SLEEPS = "#!/bin/bash\n# {{ key | quote }}\ntrap 'exit 0' TERM\nwhile :; do sleep 0.05; done\n"
+DIES = "#!/bin/bash\nexit 3\n"
+
+
+class Reached:
+    """The port, over a real cluster: writes down what is called, and fails when told to."""
+
+    def __init__(self, cluster: Cluster, said: list[Any]) -> None:
+        self.cluster, self.said = cluster, said
+        self.fail_view = self.lose_answer = False
+        self.refuse = ""
+
+    def info(self) -> ClusterInfo:
+        return self.cluster.info()
+
+    def view(self) -> ClusterView:
+        if self.fail_view:
+            self.said.append("view failed")
+            raise ClusterUnavailable("slurmctld does not answer")
+        return self.cluster.view()
+
+    def submit(self, spec: JobSpec) -> int:
+        if self.refuse:
+            raise ClusterError(self.refuse)
+        self.said.append(("submit", spec.name))
+        job_id = self.cluster.submit(spec)
+        if self.lose_answer:
+            raise SubmitUnknown("the answer was lost")
+        return job_id
+
+    def cancel(self, job_ids: tuple[int, ...]) -> None:
+        self.said.append(("cancel", job_ids))
+        self.cluster.cancel(job_ids)
+
+    def requeue(self, job_id: int) -> None:
+        self.cluster.requeue(job_id)
+
+    def close(self) -> None:
+        self.cluster.close()
+
+
+@dataclass
+class World:
+    """One site: the cluster, a state directory, and what the harvester said to ledger, router and key ring, in order."""
+
+    site: Cluster
+    local_dir: Path
+    state_dir: Path
+    said: list[Any] = field(default_factory=list)
+    demand: list[Demand] = field(default_factory=list)
+    connected: bool = True  # whether the router knows an engine of every job that holds GPUs
+    allowed: dict[str, Identity] = field(default_factory=dict)
+    cluster: Reached = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.cluster = Reached(self.site, self.said)
+
+    def want(self, engines: int) -> None:
+        self.demand = [Demand(1, "run", engines, 1, f"{engines} are useful")]
+
+    def config(self, template: str, **harvest: Any) -> DaemonConfig:
+        path = self.state_dir.parent / "job.j2"
+        path.write_text(template)
+        return DaemonConfig(
+            daemon=DaemonSection(state_dir=self.state_dir),
+            cluster=ClusterSection(backend="local", local_dir=self.local_dir, observe_s=0.2, quick_s=0.1, absent_s=0.3),
+            harvest=HarvestSection(**{"job_template": path, "max_engines": 4, "backoff_s": 0.1, **harvest}),
+        )  # fmt: skip
+
+    def harvester(self, template: str = SLEEPS, leave_s: float = 30.0, **harvest: Any) -> Harvester:
+        async def commit(records: Sequence[rec.Record]) -> None:
+            await asyncio.sleep(0)
+            self.said.extend(records)
+
+        def leases() -> dict[str, tuple[int, float]]:
+            held = (one for one in made.tracker.intents.values() if one.hold is not None)
+            return {one.intent_id: (0, 0.0) for one in held} if self.connected else {}
+
+        made = Harvester(
+            self.config(template, **harvest), self.cluster, UID, commit=commit, write=self.said.extend, post=self.said.append,
+            demand=lambda: self.demand, leases=leases, register=self.allowed.__setitem__,
+            unregister=lambda key: self.allowed.pop(key, None), clock=time.time, leave_s=leave_s,
+        )  # fmt: skip
+        return made
+
+    def of(self, kind: type) -> list[Any]:
+        return [one for one in self.said if isinstance(one, kind)]
+
+    def events(self, kind: str) -> list[rec.Event]:
+        return [event for event in self.of(rec.Event) if event.kind == kind]
+
+    def acted(self, action: str) -> list[rec.Decision]:
+        return [decision for decision in self.of(rec.Decision) if decision.action == action]
+
+    def jobs(self, state: JobState | None = None) -> list[Job]:
+        view = self.site.view()
+        alive = unfinished(view)
+        return [job for job in view.jobs if job.job_id in alive and state in (None, job.state)]
+
+
+def layout() -> Layout:
+    nodes = ("node1", "node2")
+    low = PreemptMode.REQUEUE
+    return Layout(
+        nodes=nodes, gpus=2, requeue_delay_s=0.3, kill_wait_s=1.0,
+        partitions=(
+            PartitionLayout(name="normal", nodes=nodes, priority_tier=10),
+            PartitionLayout(name="scavenge", nodes=nodes, priority_tier=1, preempt_mode=low),
+        ),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    with LocalServer(tmp_path / "cluster", layout()) as server:
+        yield World(server.cluster(), server.dir, tmp_path / "state")
+
+
+@asynccontextmanager
+async def running(harvester: Harvester, *, cancel: bool = False) -> AsyncIterator[None]:
+    stop = asyncio.Event()
+    task = asyncio.create_task(harvester.run(stop))
+    try:
+        yield
+    finally:
+        if not task.done():
+            await harvester.shutdown(cancel)
+        await task
+
+
+async def until(what: str, condition: Callable[[], object], timeout_s: float = 15.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"
+        await asyncio.sleep(0.02)
+
+
+def spec(partition: str = "normal", gpus: int = 2, **more: Any) -> JobSpec:
+    script = "#!/bin/bash\nwhile :; do sleep 0.05; done\n"
+    return JobSpec(**{"name": "theirs", "comment": "", "partition": partition, "script": script, "gpus": gpus, **more})
+
+
+def test_idle_gpus_are_harvested_and_the_intent_is_durable_before_the_job_exists(world: World) -> None:
+    async def play() -> None:
+        world.want(3)
+        async with running(world.harvester()):
+            await until("three engines run", lambda: len(world.jobs(JobState.RUNNING)) == 3)
+            await until("the ledger has their holds", lambda: len(world.of(rec.HoldStarted)) == 3)
+            assert len(world.of(rec.JobIntended)) == 3
+
+    asyncio.run(play())
+    for intended in world.of(rec.JobIntended):
+        order = [
+            next(n for n, one in enumerate(world.said) if isinstance(one, kind) and one.intent_id == intended.intent_id)
+            for kind in (rec.JobIntended, rec.JobSubmitted, rec.JobObserved)
+        ]
+        submit = world.said.index(("submit", intended.intent_id))
+        assert order[0] < submit < order[1] < order[2]
+        path = keys.worker_key_path(world.state_dir, intended.intent_id)
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert keys.read_keypair(path).public == intended.worker_key
+        assert world.allowed[intended.worker_key] == Identity("worker", intended.worker_key, "run", intended.intent_id)
+    assert len(world.jobs()) == 3, "without cancel the jobs stay for the next daemon"
+    assert all(job.comment == comment_of(UID, job.name) for job in world.jobs())
+    sample = world.of(rec.ClusterSampled)[-1]
+    assert (sample.harvested, sample.idle, sample.others, sample.reserved, sample.unusable) == (3, 1, 0, 0, 0)
+
+
+def test_a_template_that_makes_no_script_is_refused_at_start(world: World) -> None:
+    with pytest.raises(ConfigError, match="#!"):
+        world.harvester(template="echo no interpreter")
+    with pytest.raises(ConfigError, match="secret"):
+        world.harvester(template="#!/bin/bash\necho {{ secret }}")
+
+
+def test_a_preempted_engine_is_told_to_the_router_and_comes_back_under_the_same_id(world: World) -> None:
+    async def play() -> None:
+        world.want(1)
+        async with running(world.harvester()):
+            await until("an engine runs", lambda: world.jobs(JobState.RUNNING))
+            [mine] = world.jobs()
+            await until("it is observed", lambda: world.of(rec.HoldStarted))
+            theirs = [world.site.submit(spec()) for _ in range(2)]
+            await until("the router knows", lambda: world.of(JobGone))
+            await until("it waits", lambda: [job for job in world.jobs(JobState.PENDING) if job.job_id == mine.job_id])
+            world.site.cancel(tuple(theirs))
+            await until("it holds again", lambda: [h.restart_count for h in world.of(rec.HoldStarted)] == [0, 1])
+            assert [job.job_id for job in world.jobs(JobState.RUNNING)] == [mine.job_id]
+
+    asyncio.run(play())
+    [gone] = world.of(JobGone)
+    assert (gone.incarnation, gone.crashed) == (0, False)
+    assert [end.reason for end in world.of(rec.HoldEnded)] == ["preempted"]
+    assert len(world.of(rec.JobIntended)) == 1, "the requeued job serves the demand"
+
+
+def test_with_demand_gone_pending_jobs_are_cancelled_and_engines_drained(world: World) -> None:
+    async def play() -> None:
+        world.site.submit(spec(gpus=2, nodelist=("node1",)))
+        world.want(2)
+        async with running(world.harvester(leave_s=0.5)):
+            await until("two engines run", lambda: len(world.of(rec.HoldStarted)) == 2)
+            world.want(0)
+            await until("both are drained", lambda: len(world.of(IntentRevoked)) == 2)
+            # these engines do not listen: after the grace they are cancelled
+            await until("both have left", lambda: not [job for job in world.jobs() if job.partition == "scavenge"])
+            await until("both are closed", lambda: len(world.of(rec.JobEnded)) == 2)
+
+    asyncio.run(play())
+    assert len(world.acted("give_back")) == 2
+    assert len(world.acted("cancel")) == 2
+    assert world.allowed == {}
+    assert not list((world.state_dir / "workers").glob("*.key"))
+    assert {end.reason for end in world.of(rec.HoldEnded)} == {"cancelled"}
+
+
+def test_an_engine_that_never_connected_is_cancelled_at_once_when_nobody_wants_it(world: World) -> None:
+    async def play() -> None:
+        world.connected = False
+        world.want(1)
+        async with running(world.harvester()):
+            await until("it runs", lambda: world.of(rec.HoldStarted))
+            world.want(0)
+            await until("it is gone", lambda: not world.jobs())
+
+    asyncio.run(play())
+    assert world.of(IntentRevoked) == []
+
+
+def test_a_cluster_that_fails_for_a_while_is_an_event_with_back_off_and_costs_no_job(world: World) -> None:
+    async def play() -> None:
+        world.want(2)
+        async with running(world.harvester()):
+            await until("two engines run", lambda: len(world.of(rec.HoldStarted)) == 2)
+            world.cluster.fail_view = True
+            world.want(0)  # nothing is decided on a cluster that is not seen
+            await until("three failures", lambda: len(world.events("cluster_unavailable")) == 3)
+            before = len(world.of(rec.ClusterSampled))
+            world.want(2)
+            world.cluster.fail_view = False
+            await until("it is seen again", lambda: len(world.of(rec.ClusterSampled)) > before)
+
+    asyncio.run(play())
+    events = world.events("cluster_unavailable")
+    gaps = [b.at - a.at for a, b in itertools.pairwise(events)]
+    assert gaps[0] >= 0.1
+    assert gaps[1] >= 0.2
+    assert len(world.events("cluster_back")) == 1
+    assert not [one for one in world.said if isinstance(one, tuple) and one[0] == "cancel"]
+    assert (world.of(rec.JobEnded), world.of(JobGone), len(world.jobs())) == ([], [], 2)
+
+
+def test_a_job_script_that_dies_at_once_backs_off_then_its_node_is_quarantined(world: World) -> None:
+    async def play() -> None:
+        world.want(1)
+        async with running(world.harvester(template=DIES, quarantine_after=2, max_engines=1)):
+            await until("both nodes are quarantined", lambda: len(world.events("node_quarantined")) == 2, 30.0)
+            n = len(world.of(rec.JobIntended))
+            await until("it says so", lambda: any("quarantined: node1, node2" in d.reason for d in world.acted("none")), 30.0)
+            assert len(world.of(rec.JobIntended)) == n
+
+    asyncio.run(play())
+    assert "exit code 3" in world.events("node_quarantined")[0].reason
+    assert any("died at once" in decision.reason for decision in world.acted("none"))
+    assert all(event.crashed for event in world.of(JobGone))
+    holds = len(world.of(rec.HoldStarted))
+    assert holds == len(world.of(rec.HoldEnded)) == len(world.of(rec.JobIntended))
+
+
+def test_a_submission_without_an_answer_is_found_by_its_comment_and_not_repeated(world: World) -> None:
+    async def play() -> None:
+        world.cluster.lose_answer = True
+        world.want(1)
+        async with running(world.harvester()):
+            await until("it is adopted", lambda: world.of(rec.JobSubmitted))
+            await until("it holds", lambda: world.of(rec.HoldStarted))
+
+    asyncio.run(play())
+    assert len(world.of(rec.JobIntended)) == 1
+    assert len(world.events("submit_unknown")) == 1
+    assert len(world.jobs()) == 1
+
+
+def test_a_refused_submission_says_why_and_backs_off(world: World) -> None:
+    async def play() -> None:
+        world.cluster.refuse = "Invalid account"
+        world.want(1)
+        async with running(world.harvester(backoff_s=60.0)):
+            await until("refused", lambda: world.events("submit_refused"))
+            await until("it says so", lambda: any("Invalid account" in d.reason for d in world.acted("none")))
+
+    asyncio.run(play())
+    assert len(world.of(rec.JobIntended)) == 1
+    assert [ended.state for ended in world.of(rec.JobEnded)] == ["REFUSED"]
+    assert world.allowed == {}
+
+
+def test_a_restarted_daemon_adopts_its_jobs_cancels_strangers_and_leaves_others_alone(world: World) -> None:
+    async def play() -> None:
+        world.want(1)
+        async with running(world.harvester()):
+            await until("it holds", lambda: world.of(rec.HoldStarted))
+        [intended] = world.of(rec.JobIntended)
+        [submitted] = world.of(rec.JobSubmitted)
+        stranger = "scv-ffffffff"
+        port = world.site
+        lost = port.submit(spec("scavenge", 1, name=stranger, comment=comment_of(UID, stranger)))
+        other = port.submit(spec("scavenge", 1, name="scv-eeeeeeee", comment=comment_of("00000000", "scv-eeeeeeee")))
+        keys.write_keypair(keys.worker_key_path(world.state_dir, "scv-dddddddd"), keys.generate())
+
+        world.said.clear()
+        world.allowed.clear()
+        second = world.harvester()
+        second.restore([rec.JobState(intended, submitted.job_id, "RUNNING", 0, "node1", True)])
+        assert world.allowed[intended.worker_key].run == "run"
+        assert not keys.worker_key_path(world.state_dir, "scv-dddddddd").exists()
+        async with running(second):
+            await until("the stranger is cancelled", lambda: lost not in {job.job_id for job in world.jobs()})
+            n = len(world.of(rec.ClusterSampled))
+            await until("two more looks", lambda: len(world.of(rec.ClusterSampled)) > n + 1)
+        assert {job.job_id for job in world.jobs()} == {submitted.job_id, other}
+        assert world.of(rec.JobIntended) == world.of(rec.HoldStarted) == world.of(JobGone) == []
+        assert [event.subject for event in world.events("stranger_cancelled")] == [f"job {lost}"]
+
+    asyncio.run(play())
+
+
+def test_a_shutdown_with_cancel_leaves_no_job(world: World) -> None:
+    async def play() -> None:
+        world.want(4)
+        async with running(world.harvester(), cancel=True):
+            await until("four engines run", lambda: len(world.jobs(JobState.RUNNING)) == 4)
+
+    asyncio.run(play())
+    assert world.jobs() == []
+
+
+@pytest.mark.parametrize(("partition", "said"), [("nowhere", "no such partition"), ("normal", "not preemptible")])
+def test_a_partition_that_may_not_be_harvested_stops_the_daemon_with_the_reason(world: World, partition: str, said: str) -> None:
+    async def play() -> None:
+        world.want(1)
+        await world.harvester(partition=partition).run(asyncio.Event())
+
+    with pytest.raises(ConfigError, match=said):
+        asyncio.run(play())
+    assert world.jobs() == []
+
+
+def test_a_quiet_cluster_adds_no_decision_per_look(world: World) -> None:
+    async def play() -> None:
+        async with running(world.harvester()):
+            await until("ten looks", lambda: len(world.of(rec.ClusterSampled)) >= 10)
+
+    asyncio.run(play())
+    assert len(world.of(rec.Decision)) == 1
+    assert "no run is open" in world.of(rec.Decision)[0].reason

@@ -1,0 +1,49 @@
+"""The same harvester on a real Slurm: adopted, preempted without grace, back under its id, given back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from scavenger.cluster.model import JobState
+from scavenger.cluster.sandbox import SlurmSandbox
+from scavenger.cluster.slurm import SlurmCluster
+from scavenger.ledger import records as rec
+from scavenger.router.events import JobGone
+from tests.harvest.test_driver import World, layout, running, spec, until
+
+pytestmark = pytest.mark.slurm
+
+
+@pytest.fixture
+def cluster() -> Iterator[SlurmCluster]:
+    """A Slurm of its own: the shared one has two partitions that cannot preempt each other, and harvesting either is refused."""
+    with SlurmSandbox(msgspec.structs.replace(layout(), requeue_delay_s=6.0)) as sandbox:
+        yield SlurmCluster(sandbox.env)
+
+
+def test_a_preempted_job_comes_back_under_its_id_and_leaves_when_nobody_wants_it(cluster: SlurmCluster, tmp_path: Path) -> None:
+    world = World(cluster, tmp_path, tmp_path / "state")
+
+    async def play() -> None:
+        world.want(1)
+        async with running(world.harvester(leave_s=0.5), cancel=True):
+            await until("an engine runs and is observed", lambda: world.of(rec.HoldStarted))
+            [mine] = world.jobs(JobState.RUNNING)
+            theirs = [cluster.submit(spec(workdir="/tmp")) for _ in range(2)]
+            await until("the router knows", lambda: world.of(JobGone), 30.0)
+            await until("it waits", lambda: [job for job in world.jobs(JobState.PENDING) if job.job_id == mine.job_id], 30.0)
+            await asyncio.to_thread(cluster.cancel, tuple(theirs))
+            await until("it holds again", lambda: len(world.of(rec.HoldStarted)) == 2, 40.0)
+            world.want(0)
+            await until("it is closed", lambda: world.of(rec.JobEnded), 30.0)
+
+    asyncio.run(play())
+    assert [(h.restart_count, h.job_id) for h in world.of(rec.HoldStarted)] == [(n, world.of(rec.JobSubmitted)[0].job_id) for n in (0, 1)]
+    assert [end.reason for end in world.of(rec.HoldEnded)] == ["preempted", "cancelled"]
+    assert [(gone.incarnation, gone.crashed) for gone in world.of(JobGone)] == [(0, False), (1, False)]
+    assert len(world.of(rec.JobIntended)) == 1

@@ -1,0 +1,411 @@
+"""The tracker: what observations mean for jobs of ours, replayed as short logs of views."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from scavenger.cluster.model import Job, JobFlag, JobState, Node
+from scavenger.harvest import sights
+from scavenger.harvest.health import Health, HealthRules
+from scavenger.harvest.policy import Leaving
+from scavenger.harvest.sights import Sight, Stage
+from scavenger.harvest.tracker import Output, Rules, Tracker
+from scavenger.ledger import records as rec
+from tests.harvest.views import UID, USER, intended, node, ours, view
+
+A, B = "scv-0000000a", "scv-0000000b"
+RULES = Rules(UID, USER, absent_s=30.0, health=HealthRules(quarantine_after=3, quarantine_s=600.0, backoff_s=5.0))
+COMPLETING = frozenset({JobFlag.COMPLETING})
+
+
+class Watch:
+    """A tracker that is shown views; keeps everything that it said, and checks its tables after each."""
+
+    def __init__(self, rules: Rules = RULES) -> None:
+        self.tracker = Tracker(rules)
+        self.records: list[rec.Record] = []
+        self.gone: list[tuple[str, int, bool]] = []
+
+    def submit(self, intent_id: str, job_id: int, at: float = 0.0) -> None:
+        self.tracker.intend(intended(intent_id, at), at)
+        if job_id:
+            self.keep(self.tracker.submitted(intent_id, job_id, at))
+
+    def see(self, at: float, *jobs: Job, nodes: Sequence[Node] | None = None) -> Output:
+        return self.keep(self.tracker.observe(view(at, jobs, nodes), at))
+
+    def keep(self, output: Output) -> Output:
+        self.tracker.check()
+        self.records += output.records
+        self.gone += [(event.intent_id, event.incarnation, event.crashed) for event in output.gone]
+        return output
+
+    def of(self, kind: type[rec.Record]) -> list[Any]:
+        return [record for record in self.records if isinstance(record, kind)]
+
+    @property
+    def ends(self) -> list[tuple[int, str]]:
+        return [(record.restart_count, record.reason) for record in self.of(rec.HoldEnded)]
+
+
+def running(intent_id: str = A, job_id: int = 1, **more: Any) -> Job:
+    return ours(intent_id, job_id, JobState.RUNNING, **more)
+
+
+# ---------------------------------------------------------------- the tables
+
+
+@pytest.mark.parametrize("stage", [s for s in Stage if s is not Stage.ENDED])
+@pytest.mark.parametrize("sight", Sight)
+def test_every_living_stage_says_what_each_sight_means(stage: Stage, sight: Sight) -> None:
+    assert sights.next_stage(stage, sight) is not Stage.ENDED
+
+
+@pytest.mark.parametrize("sight", Sight)
+def test_a_closed_intent_cannot_be_seen(sight: Sight) -> None:
+    with pytest.raises(sights.IllegalStage, match="ended"):
+        sights.next_stage(Stage.ENDED, sight)
+
+
+@pytest.mark.parametrize("state", JobState)
+def test_every_slurm_state_is_a_sight_and_a_completing_job_still_holds(state: JobState) -> None:
+    assert sights.sight_of(ours(A, 1, state)) in Sight
+    assert sights.sight_of(replace(ours(A, 1, state), flags=COMPLETING)) is Sight.COMPLETES
+
+
+def test_jobs_are_known_by_comment_or_name_and_never_those_of_another_ledger() -> None:
+    assert sights.intent_in(ours(A, 1), UID) == (A, True)
+    assert sights.intent_in(ours(A, 1, comment="energy=12"), UID) == (A, False)
+    assert sights.intent_in(ours(A, 1, comment=sights.comment_of("00000000", A)), UID) == ("", False)
+    assert sights.intent_in(ours(A, 1, comment="", name="train"), UID) == ("", False)
+
+
+# ---------------------------------------------------------------- lives
+
+
+def test_a_preempted_job_comes_back_under_the_same_id_and_is_never_a_crash() -> None:
+    w = Watch()
+    w.submit(A, 1)
+    w.see(1, running(start_time=0.5))
+    w.see(10, running(flags=COMPLETING, reason="preempted by job 9"))
+    assert w.gone == [(A, 0, False)]
+    w.see(20, ours(A, 1, restart_count=1, reason="BeginTime", submit_time=12.0, eligible_time=140.0))
+    [waiting] = w.tracker.jobs({})
+    assert waiting.waits
+    w.see(150, running(restart_count=1, start_time=145.0))
+    assert [(r.restart_count, r.started_at if hasattr(r, "started_at") else r.at) for r in w.of(rec.HoldStarted)] == [(0, 0.5), (1, 145.0)]
+    assert w.ends == [(0, "preempted")]
+    assert w.of(rec.HoldEnded)[0].at == 12.0
+    assert w.gone == [(A, 0, False)]
+    assert w.of(rec.JobEnded) == []
+    assert [r.state for r in w.of(rec.JobObserved)] == ["RUNNING", "RUNNING", "PENDING", "RUNNING"]
+
+
+def test_pending_again_after_running_tells_the_router_at_once() -> None:
+    w = Watch()
+    w.submit(A, 1)
+    w.see(1, running())
+    w.see(2, ours(A, 1, restart_count=1, reason="BeginTime"))
+    assert w.gone == [(A, 0, False)]
+    assert w.ends == [(0, "preempted")]
+
+
+def test_a_life_between_two_looks_is_told_by_the_restart_count() -> None:
+    w = Watch()
+    w.submit(A, 1)
+    w.see(1, running())
+    w.see(60, running(restart_count=2, start_time=50.0))
+    assert w.gone == [(A, 0, False), (A, 1, False)]
+    assert w.ends == [(0, "preempted")]
+    w.submit(B, 2, 60)
+    w.see(61, running(restart_count=2, start_time=50.0), ours(B, 2, restart_count=1, reason="BeginTime"))
+    assert (B, 0, False) in w.gone
+
+
+@pytest.mark.parametrize("state", [JobState.PREEMPTED, JobState.NODE_FAIL, JobState.BOOT_FAIL])
+def test_states_that_return_are_not_ends(state: JobState) -> None:
+    w = Watch()
+    w.submit(A, 1)
+    w.see(1, running())
+    w.see(5, ours(A, 1, state))
+    assert w.gone == [(A, 0, False)]
+    w.see(30, ours(A, 1, restart_count=1, reason="BeginTime"))
+    w.see(200, ours(A, 1, restart_count=1, reason="BeginTime"))
+    assert w.of(rec.JobEnded) == []
+    assert w.ends == [(0, "preempted" if state is JobState.PREEMPTED else "node_fail")]
+
+
+def test_a_lost_node_is_no_crash_even_when_the_job_says_failed() -> None:
+    w = Watch()
+    w.submit(A, 1)
+    w.see(1, running())
+    down = [node("node0"), node("node1", states=("down",)), node("node2"), node("node3")]
+    w.see(2, ours(A, 1, JobState.FAILED, nodes=("node1",), exit_code=137), nodes=down)
+    assert w.gone == [(A, 0, False)]
+    assert w.ends == [(0, "node_fail")]
+    assert w.tracker.health.backoff() == (0.0, "")
+
+
+def test_an_absent_job_is_ended_only_after_absent_s_and_more_than_one_look() -> None:
+    w = Watch()
+    w.submit(A, 1)
+    w.see(1, running())
+    w.see(100)
+    assert w.of(rec.JobEnded) == []
+    assert w.tracker.jobs({})[0].intent_id == A
+    w.see(129)
+    assert w.of(rec.JobEnded) == []
+    w.see(130)
+    assert [r.reason for r in w.of(rec.JobEnded)] == ["not in the queue for 30 s"]
+    assert w.ends == [(0, "unknown")]
+    assert w.gone == [(A, 0, False)]
+    assert w.tracker.jobs({}) == []
+
+
+def test_a_job_that_shows_again_was_never_gone() -> None:
+    w = Watch()
+    w.submit(A, 1)
+    w.see(1, running())
+    for at in (10, 35, 60):
+        w.see(at)
+        w.see(at + 1, running())
+    assert (w.ends, w.gone, w.of(rec.JobEnded)) == ([], [], [])
+
+
+def test_one_empty_look_ends_nothing_even_without_a_waiting_time() -> None:
+    w = Watch(replace(RULES, absent_s=0.0))
+    w.submit(A, 1)
+    w.see(1)
+    assert w.of(rec.JobEnded) == []
+    w.see(2)
+    assert len(w.of(rec.JobEnded)) == 1
+
+
+@pytest.mark.parametrize(
+    ("state", "exit_code", "reason", "crashed"),
+    [
+        (JobState.COMPLETED, 0, "completed", False),
+        (JobState.CANCELLED, 143, "cancelled", False),
+        (JobState.FAILED, 1, "failed", True),
+        (JobState.FAILED, 137, "failed", True),
+        (JobState.FAILED, 143, "failed", False),  # left on the notice and could not put itself back
+        (JobState.FAILED, 75, "failed", False),
+        (JobState.OUT_OF_MEMORY, 0, "failed", True),
+        (JobState.TIMEOUT, 0, "timeout", False),
+    ],
+)
+def test_an_end_is_told_at_once_and_closed_later(state: JobState, exit_code: int, reason: str, crashed: bool) -> None:
+    w = Watch()
+    w.submit(A, 1)
+    w.see(1, running(start_time=0.5))
+    done = ours(A, 1, state, exit_code=exit_code, nodes=("node1",), start_time=0.5, end_time=4.0)
+    w.see(5, done)
+    assert w.gone == [(A, 0, crashed)]
+    assert w.ends == [(0, reason)]
+    assert w.of(rec.HoldEnded)[0].at == 4.0
+    assert w.tracker.jobs({}) == []  # it serves no demand any more
+    w.see(20, done)
+    assert w.of(rec.JobEnded) == []
+    w.see(36)
+    assert [r.state for r in w.of(rec.JobEnded)] == [state]
+
+
+def test_a_job_that_lived_between_two_looks_has_its_hold_in_the_ledger() -> None:
+    w = Watch()
+    w.submit(A, 1)
+    w.see(10, ours(A, 1, JobState.FAILED, exit_code=1, nodes=("node2",), start_time=2.0, end_time=3.0))
+    [start], [end] = w.of(rec.HoldStarted), w.of(rec.HoldEnded)
+    assert (start.at, start.node, end.at, end.reason) == (2.0, "node2", 3.0, "failed")
+    assert w.gone == [(A, 0, True)]
+    w.see(11, ours(A, 1, JobState.FAILED, exit_code=1, nodes=("node2",), start_time=2.0, end_time=3.0))
+    assert len(w.of(rec.HoldStarted)) == 1
+
+
+def test_a_job_cancelled_in_the_queue_never_held_anything() -> None:
+    w = Watch()
+    w.submit(A, 1)
+    w.see(1, ours(A, 1))
+    w.see(2, ours(A, 1, JobState.CANCELLED))
+    assert w.of(rec.HoldStarted) == []
+    assert w.gone == []
+
+
+def test_a_given_back_engine_that_ends_is_completed_and_no_failure() -> None:
+    w = Watch()
+    w.submit(A, 1)
+    w.see(1, running())
+    w.tracker.revoke(A, Leaving.GIVEN_BACK, "no demand", 2)
+    w.see(3, ours(A, 1, JobState.COMPLETED, start_time=1.0, end_time=2.5))
+    assert w.ends == [(0, "completed")]
+    assert w.tracker.health.backoff() == (0.0, "")
+    w.see(40)
+    assert "no demand" in w.of(rec.JobEnded)[0].reason
+
+
+def test_only_changes_are_recorded() -> None:
+    w = Watch()
+    w.submit(A, 1)
+    for at in range(1, 6):
+        w.see(at, ours(A, 1, reason="Priority" if at % 2 else "Resources"))
+    assert len(w.of(rec.JobObserved)) == 1
+
+
+def test_a_held_job_is_reported_as_held() -> None:
+    w = Watch()
+    w.submit(A, 1)
+    w.see(1, ours(A, 1, reason="launch_failed_requeued_held", restart_count=1))
+    assert w.tracker.jobs({})[0].held == "launch_failed_requeued_held"
+
+
+# ---------------------------------------------------------------- submissions that got lost, restarts
+
+
+def test_a_lost_submission_is_looked_up_before_it_may_be_repeated() -> None:
+    w = Watch()
+    w.submit(A, 0)
+    w.keep(w.tracker.submit_unknown(A, "no answer", 0))
+    w.see(5)
+    assert w.tracker.jobs({})[0].waits, "until it is settled it serves demand: nothing is submitted in its place"
+    w.see(6, ours(A, 77))
+    assert [(r.intent_id, r.job_id) for r in w.of(rec.JobSubmitted)] == [(A, 77)]
+    assert w.tracker.jobs({})[0].job_id == 77
+
+
+def test_a_submission_that_never_arrived_is_given_up_after_absent_s() -> None:
+    w = Watch()
+    w.submit(A, 0)
+    w.keep(w.tracker.submit_unknown(A, "no answer", 0))
+    w.see(5)
+    w.see(36)
+    [ended] = w.of(rec.JobEnded)
+    assert ended.state == "LOST"
+    late = w.see(40, ours(A, 78))
+    assert late.strangers == (78,), "it turned up after it was given up: nobody waits for it"
+
+
+@pytest.mark.parametrize("more", [{}, {"comment": "rewritten by a plugin"}])
+def test_after_a_restart_jobs_are_adopted_by_comment_or_name(more: dict[str, str]) -> None:
+    w = Watch()
+    w.tracker.restore([rec.JobState(intended(A), 0, "", 0, "", False)], 100.0)
+    w.see(101, running(job_id=5, **more))
+    assert [(r.intent_id, r.job_id) for r in w.of(rec.JobSubmitted)] == [(A, 5)]
+    assert [e.kind for e in w.of(rec.Event)] == ["job_adopted"]
+
+
+def test_after_a_restart_an_open_hold_goes_on_and_is_not_recorded_twice() -> None:
+    w = Watch()
+    w.tracker.restore([rec.JobState(intended(A), 5, "RUNNING", 1, "node1", True)], 100.0)
+    w.see(101, running(job_id=5, restart_count=1))
+    assert w.of(rec.HoldStarted) == []
+    w.see(102, ours(A, 5, restart_count=2, reason="BeginTime"))
+    assert w.ends == [(1, "preempted")]
+    w.see(103, running(job_id=5, restart_count=2))
+    assert [r.restart_count for r in w.of(rec.HoldStarted)] == [2]
+
+
+def test_after_a_restart_a_job_that_moved_on_closes_the_old_hold() -> None:
+    w = Watch()
+    w.tracker.restore([rec.JobState(intended(A), 5, "RUNNING", 0, "node1", True)], 100.0)
+    w.see(101, running(job_id=5, restart_count=1))
+    assert w.ends == [(0, "preempted")]
+    assert w.gone == [(A, 0, False)]
+
+
+def test_jobs_with_our_uid_and_no_open_intent_are_strangers_others_are_left_alone() -> None:
+    w = Watch()
+    unknown = ours(B, 9)
+    foreign = ours(B, 10, comment=sights.comment_of("00000000", B))
+    nameless = ours(B, 11, comment="")
+    forged = ours(B, 12, user="mallory")
+    over = ours(B, 13, JobState.CANCELLED)
+    assert w.see(1, unknown, foreign, nameless, forged, over).strangers == (9,)
+
+
+def test_an_id_that_was_given_out_again_is_not_our_job() -> None:
+    w = Watch()
+    w.submit(A, 1)
+    w.see(1, running())
+    w.see(2, replace(running(), name="theirs", comment="", user="alice"))
+    assert w.tracker.intents[A].stage is Stage.MISSING
+
+
+# ---------------------------------------------------------------- health
+
+
+def test_jobs_that_die_at_once_back_off_and_then_their_node_is_quarantined() -> None:
+    w = Watch()
+    waits = []
+    for n, at in enumerate((0.0, 10.0, 30.0)):
+        intent = f"scv-{n:08x}"
+        w.submit(intent, n + 1, at)
+        w.see(at + 2, ours(intent, n + 1, JobState.FAILED, exit_code=1, nodes=("node2",), start_time=at + 1, end_time=at + 2))
+        waits.append(w.tracker.health.backoff()[0] - (at + 2))
+    assert waits == [5.0, 10.0, 20.0]
+    [(name, reason)] = w.tracker.health.quarantined(32.0)
+    assert name == "node2"
+    assert "3 engines died" in reason
+    assert "exit code 1" in reason
+    events = [(e.kind, e.subject) for e in w.of(rec.Event) if e.kind.startswith("node")]
+    assert events == [("node_quarantined", "node2")]
+    w.see(32.0 + 601)
+    assert [e.kind for e in w.of(rec.Event)][-1] == "node_released"
+
+
+def test_deaths_far_apart_do_not_quarantine() -> None:
+    health = Health(RULES.health)
+    assert [health.died("node1", "x", at) for at in (0.0, 400.0, 700.0, 1100.0)] == [""] * 4
+
+
+def test_a_node_that_goes_on_killing_is_out_for_longer_each_time_and_is_forgiven_in_time() -> None:
+    health = Health(RULES.health)
+
+    def sentence(start: float) -> float:
+        for at in (start, start + 1, start + 2):
+            health.died("node1", "x", at)
+        return next(s for s in range(0, 10_000, 100) if not health.quarantined(start + 2 + s))
+
+    assert sentence(0.0) == 600
+    assert sentence(700.0) == 1200
+    assert sentence(2000.0) == 2400
+    assert sentence(100_000.0) == 600
+
+
+def test_only_an_engine_that_started_after_the_last_failure_ends_the_back_off() -> None:
+    health = Health(RULES.health)
+    health.failed_at_once("x", 100.0)
+    health.proved(50.0)
+    assert health.backoff()[0] == 105.0
+    health.proved(106.0)
+    assert health.backoff() == (0.0, "")
+
+
+def test_the_back_off_is_bounded() -> None:
+    health = Health(RULES.health)
+    for _ in range(50):
+        health.failed_at_once("x", 0.0)
+    assert health.backoff()[0] == 600.0
+
+
+def test_a_refused_submission_ends_its_intent_and_backs_off() -> None:
+    w = Watch()
+    w.submit(A, 0)
+    output = w.keep(w.tracker.submit_refused(A, "invalid account", 3))
+    assert output.ended == (A,)
+    assert w.tracker.health.backoff()[0] == 8.0
+    assert w.tracker.jobs({}) == []
+
+
+def test_a_quick_look_is_expected_after_submissions_and_preemptions_but_not_while_all_is_quiet() -> None:
+    w = Watch()
+    assert not w.tracker.expecting(0)
+    w.submit(A, 1)
+    assert w.tracker.expecting(1)
+    w.see(2, running())
+    assert not w.tracker.expecting(3)
+    w.see(3, ours(A, 1, restart_count=1, reason="BeginTime"))
+    assert w.tracker.expecting(4)
+    assert not w.tracker.expecting(4000), "a job that waits for hours is no reason to look often"
