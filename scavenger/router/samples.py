@@ -7,6 +7,7 @@ I6 (nothing is dropped: a lost lease puts the sample back into the queue with al
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,45 +17,54 @@ from scavenger.router.state import Core, Group, Run, Sample, SampleStatus, Worke
 from scavenger.wire import Ack, Assign, Chunk, DoneSample, GroupDone, Held, Lease, Revoke, RunStopped
 
 
-def chunk_fault(chunk: Chunk, sample: Sample | None, worker: Worker) -> str:
-    """Why a chunk cannot be accepted, or "". The first reason in the order of I1; never looks at what the tokens mean."""
+class Fault(NamedTuple):
+    """Why a chunk cannot be accepted. `engine`: an engine made it wrong; a gap or a late chunk is no engine's fault."""
+
+    reason: str
+    engine: bool = False
+
+
+def chunk_fault(chunk: Chunk, sample: Sample | None, worker: Worker) -> Fault | None:
+    """Why a chunk cannot be accepted, or None. The first reason in the order of I1; never looks at what the tokens mean."""
     if sample is None:
-        return "unknown sample"
+        return Fault("unknown sample")
     if sample.status is not SampleStatus.LEASED or sample.worker_id != worker.id:
-        return "no lease: the sample moved on"
+        return Fault("no lease: the sample moved on")
     if chunk.epoch != sample.epoch:
-        return f"stale epoch {chunk.epoch}, the lease is {sample.epoch}"
+        return Fault(f"stale epoch {chunk.epoch}, the lease is {sample.epoch}")
     if chunk.version != sample.lease_version:
-        return f"weight version {chunk.version}, the lease names {sample.lease_version}"
+        return Fault(f"weight version {chunk.version}, the lease names {sample.lease_version}")
     tokens, rest = divmod(len(chunk.tokens), 4)
     if rest or chunk.offset < 0 or not len(chunk.tokens) == len(chunk.logprobs) == len(chunk.raw_logprobs):
-        return "malformed payload"
+        return Fault("malformed payload", engine=True)
+    if chunk.offset > sample.accepted:
+        return Fault(f"gap: offset {chunk.offset}, accepted {sample.accepted}")
     finish_alone = chunk.finish is not None and 0 < chunk.offset == sample.accepted  # all its tokens are here already
     if not tokens and not finish_alone:
-        return "malformed payload"
-    if chunk.offset > sample.accepted:
-        return f"gap: offset {chunk.offset}, accepted {sample.accepted}"
-    if chunk.offset + tokens > sample.group.sampling.max_tokens:
-        return f"over the budget of {sample.group.sampling.max_tokens} tokens"
+        return Fault("no tokens", engine=True)
+    budget = sample.group.sampling.max_tokens
+    if chunk.offset + tokens > budget:
+        return Fault(f"over the budget of {budget} tokens", engine=True)
     if chunk.finish not in (None, "stop", "length"):
-        return f"unknown finish {chunk.finish[:20]!r}"
-    if chunk.finish == "length" and chunk.offset + tokens < sample.group.sampling.max_tokens:
-        return f"finish 'length' below the budget of {sample.group.sampling.max_tokens} tokens"
+        return Fault(f"unknown finish {chunk.finish[:20]!r}", engine=True)
+    if chunk.finish == "length" and chunk.offset + tokens < budget:
+        return Fault(f"finish 'length' below the budget of {budget} tokens", engine=True)
     for payload in (chunk.logprobs, chunk.raw_logprobs):
         if not np.isfinite(np.frombuffer(payload, "<f4")).all():
-            return "logprobs that are not finite"
+            return Fault("logprobs that are not finite", engine=True)
     if (np.frombuffer(chunk.tokens, "<i4") < 0).any():
-        return "a negative token id"
-    return ""
+        return Fault("a negative token id", engine=True)
+    return None
 
 
 def accept_chunk(core: Core, worker: Worker, chunk: Chunk) -> None:
     """Take a chunk, or refuse it with its reason; an exact resend changes nothing, a differing one ends the lease."""
     sample = core.samples.get(chunk.sample_id)
     fault = chunk_fault(chunk, sample, worker)
-    if fault or sample is None:
+    if fault is not None:
         refuse_chunk(core, worker, chunk, sample, fault)
         return
+    assert sample is not None
     known = min(sample.accepted - chunk.offset, len(chunk.tokens) // 4)
     if known > 0:
         if _differs(sample, chunk, known):
@@ -101,17 +111,19 @@ def _append(core: Core, worker: Worker, sample: Sample, chunk: Chunk) -> None:
     core.count("tokens_accepted", len(chunk.tokens) // 4)
 
 
-def refuse_chunk(core: Core, worker: Worker, chunk: Chunk, sample: Sample | None, fault: str) -> None:
+def refuse_chunk(core: Core, worker: Worker, chunk: Chunk, sample: Sample | None, fault: Fault) -> None:
     """Count and record a refusal. What the worker may not hold is revoked; a sample whose engine talks nonsense is given elsewhere."""
     done = sample is not None and sample.status is SampleStatus.COMPLETE and sample.epoch == chunk.epoch
     if sample is not None and done and sample.last_worker_id == worker.id:
         core.send(worker.conn, Ack((Held(sample.id, sample.epoch, sample.durable),)))  # a resend of what is complete
         return
-    core.event("chunk_refused", worker.run.id, f"sample {chunk.sample_id}", fault, worker=worker.id, epoch=chunk.epoch, offset=chunk.offset)
-    core.send(worker.conn, Revoke(((chunk.sample_id, chunk.epoch),), fault))
+    core.event(
+        "chunk_refused", worker.run.id, f"sample {chunk.sample_id}", fault.reason, worker=worker.id, epoch=chunk.epoch, offset=chunk.offset
+    )  # fmt: skip
+    core.send(worker.conn, Revoke(((chunk.sample_id, chunk.epoch),), fault.reason))
     mine = sample is not None and sample.worker_id == worker.id and sample.epoch == chunk.epoch
     if sample is not None and mine and sample.status is SampleStatus.LEASED:
-        release(core, sample, f"chunk refused: {fault}", crashed=True)
+        release(core, sample, f"chunk refused: {fault.reason}", crashed=fault.engine)
 
 
 def finish(core: Core, sample: Sample, reason: str) -> None:
