@@ -83,6 +83,7 @@ class Harvester:
         self._commit, self._write, self._post = commit, write, post
         self._demand, self._leases = demand, leases
         self._register, self._unregister = register, unregister
+        self._keys: dict[str, str] = {}  # intent -> public key that we let in
         self._clock, self._leave_s, self._token = clock, leave_s, token
         self._template = read_template(config.harvest.job_template)
         probe = Submit(0, "probe", config.harvest.partition, 1, "")
@@ -115,7 +116,7 @@ class Harvester:
                     self._write([rec.Event("worker_key_missing", intended.run_id, intended.intent_id, error.cause, "{}", now)])
                     self.tracker.revoke(intended.intent_id, Leaving.GIVEN_BACK, error.cause, now)
                 continue
-            self._register(pair.public, Identity("worker", pair.public, pair.run, pair.intent))
+            self._allow(pair)
         known = {job.intended.intent_id for job in jobs}
         for path in sorted((self._state_dir / "workers").glob("scv-*.key")):
             if path.stem not in known:
@@ -312,7 +313,7 @@ class Harvester:
         except OSError as error:
             self._absorb(self.tracker.submit_refused(intent_id, f"its key file cannot be written: {error}", self._clock()))
             return False
-        self._register(pair.public, Identity("worker", pair.public, action.run, intent_id))
+        self._allow(pair)
         try:
             job_id = await self._call(self.cluster.submit, spec)
         except (SubmitUnknown, ClusterUnavailable) as error:
@@ -324,12 +325,16 @@ class Harvester:
         self._absorb(self.tracker.submitted(intent_id, job_id, self._clock()))
         return True
 
+    def _allow(self, pair: keys.KeyPair) -> None:
+        self._keys[pair.intent] = pair.public
+        self._register(pair.public, Identity("worker", pair.public, pair.run, pair.intent))
+
     def _drop_key(self, intent_id: str) -> None:
         """A closed job's key opens nothing any more."""
-        path = keys.worker_key_path(self._state_dir, intent_id)
-        with contextlib.suppress(AuthError):  # never written, or removed already
-            self._unregister(keys.read_keypair(path).public)
-        path.unlink(missing_ok=True)
+        public = self._keys.pop(intent_id, "")
+        if public:
+            self._unregister(public)
+        keys.worker_key_path(self._state_dir, intent_id).unlink(missing_ok=True)
         log_file = log_path(self._state_dir, intent_id)
         if log_file.exists() and log_file.stat().st_size == 0:
             log_file.unlink(missing_ok=True)

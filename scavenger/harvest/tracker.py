@@ -146,7 +146,8 @@ class Tracker:
         for state in sorted(states, key=lambda s: s.intended.intent_id):
             one = Tracked(state.intended, state.job_id, known_at=now, since=now, last_state=state.last_state)
             one.stage = Stage.UNKNOWN if not state.job_id else Stage.HOLDING if state.hold_open else Stage.WAITING
-            one.last_hold = state.restart_count - 1
+            # A hold may be recorded once: only a job last seen waiting has certainly not had the one of its present restart count.
+            one.last_hold = state.restart_count - (state.last_state in ("", JobState.PENDING))
             if state.hold_open:
                 one.hold = Hold(state.restart_count, state.node, now)
                 one.last_hold = state.restart_count

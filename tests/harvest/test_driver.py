@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import stat
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -385,3 +386,64 @@ def test_a_quiet_cluster_adds_no_decision_per_look(world: World) -> None:
     asyncio.run(play())
     assert len(world.of(rec.Decision)) == 1
     assert "no run is open" in world.of(rec.Decision)[0].reason
+
+
+def test_a_partition_that_stops_being_preemptible_gets_its_engines_withdrawn(world: World) -> None:
+    async def play() -> None:
+        world.want(2)
+        async with running(world.harvester()):
+            await until("two engines run", lambda: len(world.of(rec.HoldStarted)) == 2)
+            seen = world.cluster.view
+
+            def changed() -> ClusterView:
+                view = seen()
+                off = tuple(replace(part, preempt_mode=PreemptMode.OFF) for part in view.partitions)
+                return replace(view, partitions=off)
+
+            world.cluster.view = changed  # type: ignore[method-assign]
+            await until("both are drained", lambda: len(world.of(IntentRevoked)) == 2)
+
+    asyncio.run(play())
+    [event] = world.events("partition_refused")
+    assert "not preemptible" in event.reason
+    assert "not preemptible" in world.acted("give_back")[0].inputs
+
+
+def test_a_worker_whose_key_is_lost_is_withdrawn_after_a_restart(world: World) -> None:
+    async def play() -> None:
+        world.want(1)
+        async with running(world.harvester()):
+            await until("it holds", lambda: world.of(rec.HoldStarted))
+        [intended], [submitted] = world.of(rec.JobIntended), world.of(rec.JobSubmitted)
+        keys.worker_key_path(world.state_dir, intended.intent_id).unlink()
+        world.said.clear()
+        second = world.harvester(leave_s=0.2)
+        second.restore([rec.JobState(intended, submitted.job_id, "RUNNING", 0, "node1", True)])
+        async with running(second):
+            await until("it is cancelled", lambda: world.acted("cancel"))
+            await until("another one runs", lambda: world.of(rec.HoldStarted))
+
+    asyncio.run(play())
+    assert len(world.events("worker_key_missing")) == 1
+
+
+def test_an_ended_daemon_stops_within_a_moment_while_the_scheduler_hangs(world: World) -> None:
+    async def play() -> float:
+        world.want(1)
+        harvester = world.harvester()
+        stop, hung = asyncio.Event(), threading.Event()
+        task = asyncio.create_task(harvester.run(stop))
+        await until("it looks", lambda: world.of(rec.ClusterSampled))
+        seen = world.cluster.view
+        world.cluster.view = lambda: (hung.wait(30.0), seen())[1]  # type: ignore[method-assign]
+        harvester.poke()
+        await asyncio.sleep(0.5)
+        began = time.monotonic()
+        stop.set()
+        await harvester.shutdown(cancel=False)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        hung.set()
+        return time.monotonic() - began
+
+    assert asyncio.run(play()) < 6.0

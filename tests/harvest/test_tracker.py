@@ -315,6 +315,14 @@ def test_after_a_restart_a_job_that_moved_on_closes_the_old_hold() -> None:
     assert w.gone == [(A, 0, False)]
 
 
+@pytest.mark.parametrize("state", [JobState.FAILED, JobState.COMPLETED, JobState.PREEMPTED])
+def test_after_a_restart_a_hold_that_had_ended_is_not_recorded_again(state: JobState) -> None:
+    w = Watch()
+    w.tracker.restore([rec.JobState(intended(A), 5, str(state), 0, "node1", False)], 100.0)
+    w.see(101, ours(A, 5, state, exit_code=1, nodes=("node1",), start_time=90.0, end_time=95.0))
+    assert (w.of(rec.HoldStarted), w.of(rec.HoldEnded)) == ([], [])
+
+
 def test_jobs_with_our_uid_and_no_open_intent_are_strangers_others_are_left_alone() -> None:
     w = Watch()
     unknown = ours(B, 9)
