@@ -466,7 +466,7 @@ class GroupDone(Message, frozen=True):
 
 
 class Fleet(Message, frozen=True):
-    """The run's workers now. `harvested` counts live harvested workers; `outstanding` counts samples not complete."""
+    """The run's workers now. `harvested` counts harvested workers with weights loaded; `outstanding` counts samples not complete."""
 
     harvested: int
     reserved_awake: int

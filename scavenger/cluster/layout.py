@@ -19,7 +19,10 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class PartitionLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One partition. `grace_s` is what a preempted job is given; `max_time_s` 0 means no limit."""
+    """One partition. `grace_s` is what a preempted job is given; `max_time_s` 0 means no limit.
+
+    `spread`: a job starts on the node with the most room (Slurm's LLN), so that neighbours are not lost together.
+    """
 
     name: Name
     nodes: tuple[Name, ...]
@@ -27,6 +30,7 @@ class PartitionLayout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     preempt_mode: PreemptMode = PreemptMode.OFF
     grace_s: Seconds = 0.0
     max_time_s: Seconds = 0.0
+    spread: bool = False
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -68,7 +72,7 @@ def demo_layout(*, nodes: int = 4, gpus: int = 4, cpus: int = 64, grace_s: float
             PartitionLayout(name="reserved", nodes=names[:1], priority_tier=100),
             PartitionLayout(name="normal", nodes=shared, priority_tier=10),
             PartitionLayout(name="scavenge", nodes=shared, priority_tier=1, preempt_mode=PreemptMode.REQUEUE,
-                            grace_s=grace_s),
+                            grace_s=grace_s, spread=True),
         ),
     ).check()
 

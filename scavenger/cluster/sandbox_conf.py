@@ -106,7 +106,7 @@ def _partition(part: PartitionLayout, *, default: bool) -> str:
     limit = f"{_ceil(part.max_time_s / 60)}" if part.max_time_s else "INFINITE"
     return (f"PartitionName={part.name} Nodes={','.join(part.nodes)} Default={'YES' if default else 'NO'} "
             f"MaxTime={limit} DefaultTime={limit if part.max_time_s else 60} PriorityTier={part.priority_tier} "
-            f"PreemptMode={part.preempt_mode} GraceTime={_ceil(part.grace_s)} State=UP")
+            f"PreemptMode={part.preempt_mode} GraceTime={_ceil(part.grace_s)} LLN={'YES' if part.spread else 'NO'} State=UP")
 
 
 def _ceil(value: float) -> int:

@@ -368,11 +368,16 @@ def _live(run: Run) -> list[Worker]:
 
 
 def fleet_sizes(run: Run) -> tuple[int, int, int]:
-    """Harvested workers, reserved ones awake, reserved ones asleep or going to sleep."""
+    """Harvested workers that can generate, reserved ones awake, reserved ones asleep or going to sleep.
+
+    A harvested worker that still loads does not count: under churn, engines that are taken again before they generate would keep
+    reserved ones asleep for nothing.
+    """
     live = _live(run)
     reserved = [w for w in live if w.kind == "reserved"]
+    harvested = sum(w.kind == "harvested" and w.status is WorkerStatus.READY for w in live)
     awake = sum(w.status in (WorkerStatus.READY, WorkerStatus.LOADING) for w in reserved)
-    return len(live) - len(reserved), awake, len(reserved) - awake
+    return harvested, awake, len(reserved) - awake
 
 
 def fleet_of(run: Run) -> Fleet:

@@ -127,7 +127,7 @@ def test_a_configuration_says_what_the_layout_says() -> None:
     text = slurm_conf(layout, site)
     assert "NodeName=node2 NodeHostname=host NodeAddr=127.0.0.1 Port=20003 " in text
     assert "PartitionName=scavenge Nodes=node1,node2 Default=NO MaxTime=INFINITE DefaultTime=60 PriorityTier=1 " \
-           "PreemptMode=REQUEUE GraceTime=3 State=UP" in text  # fmt: skip
+           "PreemptMode=REQUEUE GraceTime=3 LLN=YES State=UP" in text  # fmt: skip
     assert "cred_expire=5" in text  # anything below is refused by slurmd, which then takes 120
     assert gres_conf(layout, site).count("File=/d/dev/nvidia[0-1]") == 3
     assert cred_expire_s(demo_layout(requeue_delay_s=30)) == 29

@@ -768,8 +768,9 @@ def test_the_trainer_hears_of_every_change_of_its_fleet() -> None:
     bench.take(1, Fleet)
     bench.hello(W1)
     bench.hello(W2, kind="reserved")
-    assert bench.take(1, Fleet)[-1] == Fleet(1, 1, 0, 2, 0)
+    assert bench.take(1, Fleet)[-1] == Fleet(0, 1, 0, 2, 0), "a harvested worker that loads is no capacity yet"
     bench.say(W2, WeightsLoaded(1, root(1)))
+    bench.say(W1, WeightsLoaded(1, root(1)))
     bench.tick()
     assert bench.take(1, Fleet)[-1] == Fleet(1, 1, 0, 2, 2)
     bench.say(W1, Goodbye("SIGTERM", True))
