@@ -33,7 +33,7 @@ class Monitor:
     def step(self, step: int, attempt: int, version: int, metrics: dict[str, float], phases: tuple[str, ...]) -> None:
         self.record("train", step, attempt, metrics, version=version, phases=list(phases))
         self.say(
-            f"step {step}/{self._steps}  reward {metrics['reward']:.3f}  loss {metrics['loss']:+.6f}  tokens {metrics['tokens']:.0f}  "
+            f"step {step}/{self._steps}  reward {metrics['reward']:.3f}  loss {metrics['loss']:+.6e}  tokens {metrics['tokens']:.0f}  "
             f"length {metrics['length_mean']:.1f}  moved {metrics['moves']:.0f}  {metrics['seconds']:.1f} s "
             f"(wait {metrics['seconds_wait']:.1f}, train {metrics['seconds_train']:.1f}, publish {metrics['seconds_publish']:.2f})"
         )
