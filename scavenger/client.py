@@ -249,8 +249,10 @@ class Run:
         now = time.monotonic()
         if now - self._pinged_at < PING_S:
             return
+        # What was heard last may be old when nobody has polled for a while: only what stays so while we listen counts.
+        listening = now - self._pinged_at < 3 * PING_S
         self._pinged_at = now
-        if not (self._submitted and self.fleet.outstanding == 0):
+        if not (listening and self._submitted and self.fleet.outstanding == 0):
             self._complete_since = now
         if now - self._complete_since > MISSING_S:
             self._recover(now + self._client.give_up_s)

@@ -1,0 +1,264 @@
+"""Real parts for tests of the daemon's edge: a server on a CURVE socket over a SQLite ledger, and workers scripted in threads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+
+import zmq
+
+from scavenger import keys, wire
+from scavenger.ledger import reader, store
+from scavenger.ledger.records import GroupState
+from scavenger.ledger.writer import Writer
+from scavenger.router.events import Identity
+from scavenger.router.machine import Router
+from scavenger.router.server import KeyRing, Server
+from scavenger.router.state import Limits
+from tests.router.harness import payload
+
+LIMITS = Limits(heartbeat_s=0.3, suspect_s=2.0, dead_s=6.0, reconnect_s=6.0)
+
+
+class LiveDaemon:
+    """The router's server and the ledger's writer on a loop in a thread of their own. `kill` drops what is not committed."""
+
+    def __init__(self, state_dir: Path) -> None:
+        self.state_dir = state_dir
+        keys.init_state(state_dir, "owner")
+        self.url = f"sqlite:///{state_dir / 'ledger.sqlite3'}"
+        self.keyring = KeyRing()
+        for public in keys.enrolled_owners(state_dir):
+            self.keyring.allow(public, Identity("owner", public))
+        self._thread: threading.Thread | None = None
+        self.error: BaseException | None = None
+
+    def __enter__(self) -> LiveDaemon:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.stop()
+        if error is None and self.error is not None:
+            raise self.error
+
+    def start(self) -> None:
+        ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._main(ready)), name="daemon")
+        self._thread.start()
+        assert ready.wait(20), self.error
+
+    def stop(self, *, drain: bool = True) -> None:
+        if self._thread is not None:
+            self._drain = drain
+            self.loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join(20)
+            assert not self._thread.is_alive()
+            self._thread = None
+
+    def kill(self) -> None:
+        """As SIGKILL would: what the writer has not committed is lost."""
+        self.stop(drain=False)
+
+    async def _main(self, ready: threading.Event) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._stop, self._drain = asyncio.Event(), True
+        store.upgrade(self.url)
+
+        def committed(ticket: int) -> None:
+            with contextlib.suppress(RuntimeError):
+                self.loop.call_soon_threadsafe(lambda: self.server.committed(ticket))
+
+        self.writer = writer = Writer(self.url, "host", os.getpid(), "test", time.time, on_commit=committed)
+        writer.start()
+
+        async def history(run_id: int, after: int) -> tuple[GroupState, ...]:
+            return await asyncio.to_thread(reader.replay_groups, writer.engine, run_id, after)
+
+        router = Router(LIMITS, writer.generation)
+        pair = keys.read_keypair(keys.server_key_path(self.state_dir))
+        self.server = Server(router, writer, self.keyring, pair, time.time, history)
+        try:
+            snapshot = reader.read_snapshot(writer.engine)
+            port = self.server.bind("127.0.0.1", 0)
+            self.server.perform(router.restore(snapshot, time.time()))
+            here = keys.Rendezvous(f"tcp://127.0.0.1:{port}", pair.public, writer.generation, os.getpid(), socket.gethostname())
+            keys.write_rendezvous(self.state_dir, here)
+            ready.set()
+            await self.server.run(self._stop)
+        except BaseException as error:
+            self.error = error
+            raise
+        finally:
+            await asyncio.to_thread(writer.close, self._drain)
+            self.server.close()
+
+    def query(self, sql: str, **params: object) -> list[tuple[object, ...]]:
+        """Ask the ledger."""
+        from scavenger.ledger.store import open_engine
+
+        engine = open_engine(self.url)
+        try:
+            return list(reader.rows(engine, sql, params).rows)
+        finally:
+            engine.dispose()
+
+    def worker_key(self, intent: str, run: str = "r") -> keys.KeyPair:
+        pair = keys.generate(run, intent)
+        self.keyring.allow(pair.public, Identity("worker", pair.public, run, intent))
+        return pair
+
+
+class Peer:
+    """A DEALER under CURVE that says what it is told to."""
+
+    def __init__(self, state_dir: Path, pair: keys.KeyPair) -> None:
+        self._state_dir, self._pair = state_dir, pair
+        self._context = zmq.Context()
+        self.socket = self._open()
+        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+
+    def _open(self) -> zmq.Socket[bytes]:
+        rendezvous = keys.read_rendezvous(self._state_dir)
+        made = self._context.socket(zmq.DEALER)
+        made.curve_serverkey = rendezvous.server_key.encode()
+        made.curve_publickey, made.curve_secretkey = self._pair.public.encode(), self._pair.secret.encode()
+        made.linger = 0
+        made.connect(rendezvous.endpoint)
+        return made
+
+    def reconnect(self) -> None:
+        self.socket.disable_monitor()
+        self.monitor.close()
+        self.socket.close(linger=0)
+        self.socket = self._open()
+        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+
+    def close(self) -> None:
+        self.socket.disable_monitor()
+        self.monitor.close()
+        self.socket.close(linger=0)
+        self._context.term()
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def say(self, message: wire.Message | bytes) -> None:
+        self.socket.send(message if isinstance(message, bytes) else wire.encode(message))
+
+    def hear(self, timeout_s: float = 5.0) -> wire.ToWorker | None:
+        return wire.decode_to_worker(self.socket.recv()) if self.socket.poll(int(timeout_s * 1000)) else None
+
+    def hear_trainer(self, timeout_s: float = 5.0) -> wire.ToTrainer | None:
+        return wire.decode_to_trainer(self.socket.recv()) if self.socket.poll(int(timeout_s * 1000)) else None
+
+    def await_kind(self, kind: type, timeout_s: float = 5.0) -> wire.Message:
+        """The next message of a kind."""
+        deadline = time.monotonic() + timeout_s
+        while (left := deadline - time.monotonic()) > 0:
+            message = self.hear(left)
+            if isinstance(message, kind):
+                return message  # type: ignore[no-any-return]
+        raise AssertionError(f"no {kind.__name__} within {timeout_s} s")
+
+
+def hello(session: str, node: str = "n", **change: object) -> wire.WorkerHello:
+    values = {
+        "protocol": wire.PROTOCOL, "kind": "harvested", "run": "r", "session": session, "incarnation": 0, "job_id": 1, "node": node,
+        "gpus": 1, "engine": "reference", "code_version": "0", "pid": 1,
+    }  # fmt: skip
+    return wire.WorkerHello(**(values | change))  # type: ignore[arg-type]
+
+
+class ScriptedWorker(threading.Thread):
+    """Generates the harness's tokens, `pace` a chunk of 2 every so many seconds; greets again whenever the daemon falls silent."""
+
+    def __init__(self, state_dir: Path, pair: keys.KeyPair, session: str, pace: float = 0.01) -> None:
+        super().__init__(name=session)
+        self._dir, self._pair, self._session, self._pace = state_dir, pair, session, pace
+        self.halt = threading.Event()
+        self.error: BaseException | None = None
+        self.leases: dict[int, tuple[wire.Lease, int]] = {}
+        self.acked: dict[int, int] = {}
+        self.loaded = -1
+        self.greeted = False
+
+    def run(self) -> None:
+        try:
+            with Peer(self._dir, self._pair) as peer:
+                self._serve(peer)
+        except BaseException as error:
+            self.error = error
+            raise
+
+    def _serve(self, peer: Peer) -> None:
+        heard = said = time.monotonic()
+        self._greet(peer)
+        while not self.halt.is_set():
+            message = peer.hear(self._pace)
+            now = time.monotonic()
+            if message is not None:
+                heard = now
+                self._take(peer, message)
+                continue
+            if now - heard > 1.5:
+                peer.reconnect()
+                self._greet(peer)
+                heard = now
+            elif self.greeted:
+                if now - said > LIMITS.heartbeat_s:
+                    said = now
+                    held = tuple(wire.Held(i, lease.epoch, length) for i, (lease, length) in self.leases.items())
+                    peer.say(wire.Heartbeat(held, 0, self.loaded))
+                self._generate(peer)
+
+    def _greet(self, peer: Peer) -> None:
+        self.greeted = False
+        held = tuple(wire.Held(i, lease.epoch, length) for i, (lease, length) in self.leases.items())
+        peer.say(hello(self._session, loaded_version=self.loaded, held=held))
+
+    def _generate(self, peer: Peer) -> None:
+        chunks = []
+        for i, (lease, length) in list(self.leases.items()):
+            start = min(length, self.acked.get(i, length))
+            stop = min(length + 2, lease.sampling.max_tokens)
+            if stop > start:
+                finish = "length" if stop == lease.sampling.max_tokens else None
+                chunks.append(wire.Chunk(i, lease.epoch, start, lease.version, *payload(i, start, stop - start), finish=finish))
+                self.leases[i] = (lease, stop)
+        if chunks:
+            peer.say(wire.Chunks(tuple(chunks)))
+
+    def _take(self, peer: Peer, message: wire.ToWorker) -> None:
+        match message:
+            case wire.Welcome():
+                self.greeted = True
+            case wire.HelloAgain():
+                self._greet(peer)
+            case wire.UseWeights(version=version):
+                self.loaded = version
+                peer.say(wire.WeightsLoaded(version, b"root-%d" % version))
+            case wire.Assign(leases=leases):
+                for lease in leases:
+                    length = len(lease.accepted) // 4
+                    self.leases[lease.sample_id] = (lease, length)
+                    self.acked[lease.sample_id] = length
+            case wire.Revoke(leases=leases):
+                for sample_id, epoch in leases:
+                    if sample_id in self.leases and self.leases[sample_id][0].epoch == epoch:
+                        del self.leases[sample_id]
+            case wire.Ack(durable=durable):
+                for held in durable:
+                    self.acked[held.sample_id] = max(held.length, self.acked.get(held.sample_id, 0))
+                    mine = self.leases.get(held.sample_id)
+                    if mine is not None and held.length >= mine[0].sampling.max_tokens:
+                        del self.leases[held.sample_id]

@@ -1,0 +1,278 @@
+"""The daemon's edge over real CURVE sockets: who gets in, what garbage does, and a client that rides out a daemon's death."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from scavenger import keys, wire
+from scavenger.client import Client, Run
+from scavenger.config import RunConfig
+from scavenger.errors import AuthError, DaemonUnavailable, Refused, StaleAttempt
+from scavenger.weights import manifest as manifests
+from tests.router.edge import LiveDaemon, Peer, ScriptedWorker, hello
+from tests.router.harness import SOURCE, SPEC, payload, root, specs
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[LiveDaemon]:
+    with LiveDaemon(tmp_path / "state") as live:
+        yield live
+
+
+def config_of(state_dir: Path) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "run": {"name": "r", "steps": 3, "state_dir": state_dir, "out_dir": state_dir / "out", "max_engines": 4},
+            "model": {"path": state_dir, "context_length": 64},
+            "sampling": {"max_tokens": 8},
+        }
+    )
+
+
+def open_run(client: Client, daemon: LiveDaemon, resume_step: int = 0) -> Run:
+    return client.open_run(config_of(daemon.state_dir), engine=SPEC, tokenizer="", resume_step=resume_step)
+
+
+def publish(run: Run, version: int, step: int = 0) -> None:
+    """A version whose root is the harness's: its bytes are of no interest here."""
+    run.call(body := wire.PublishVersion(version, step, root(version), b"manifest", SOURCE))
+    run._published[version] = body
+
+
+def eventually(condition, timeout_s: float = 8.0) -> None:  # type: ignore[no-untyped-def]
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never came true"
+        time.sleep(0.02)
+
+
+# ---------------------------------------------------------------- who gets in
+
+
+def test_a_key_that_was_never_allowed_does_not_get_past_the_handshake(daemon: LiveDaemon) -> None:
+    with Peer(daemon.state_dir, keys.generate("r", "j")) as stranger:
+        stranger.say(hello("s"))
+        assert stranger.monitor.poll(5000)
+        event = parse_monitor_message(stranger.monitor.recv_multipart())
+        assert event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        assert event["value"] == 400
+        assert stranger.hear(0.2) is None
+    assert daemon.server.router.core.workers == {}
+
+
+def test_the_wrong_server_key_gets_no_connection_either(daemon: LiveDaemon, tmp_path: Path) -> None:
+    known = keys.read_rendezvous(daemon.state_dir)
+    keys.write_rendezvous(tmp_path / "fake", msgspec.structs.replace(known, server_key=keys.generate().public))
+    with Peer(tmp_path / "fake", daemon.worker_key("j")) as peer:
+        peer.say(hello("s"))
+        assert peer.hear(0.5) is None
+
+
+def test_a_revoked_key_is_refused_on_its_live_connection_and_sent_nothing_more(daemon: LiveDaemon) -> None:
+    pair = daemon.worker_key("j")
+    with Client.connect(daemon.state_dir) as client, Peer(daemon.state_dir, pair) as worker:
+        run = open_run(client, daemon)
+        worker.say(hello("s"))
+        worker.await_kind(wire.Welcome)
+        daemon.keyring.revoke(pair.public)
+        publish(run, 1)
+        worker.say(wire.Heartbeat((), 0, -1))
+        answer = worker.await_kind(wire.Rejected)
+        assert isinstance(answer, wire.Rejected)
+        assert "revoked" in answer.reason
+        assert worker.hear(0.3) is None, "no weights, no leases"
+
+
+def test_a_workers_key_cannot_act_as_a_trainer(daemon: LiveDaemon) -> None:
+    with Peer(daemon.state_dir, daemon.worker_key("j")) as worker:
+        worker.say(wire.Call(1, "r", 0, wire.Ping()))
+        answer = worker.hear_trainer()
+        assert isinstance(answer, wire.Reply)
+        assert isinstance(answer.body, wire.Denied)
+        assert answer.body.code == "not-owner"
+
+
+def test_a_worker_cannot_join_another_run_than_its_keys(daemon: LiveDaemon) -> None:
+    with Client.connect(daemon.state_dir) as client, Peer(daemon.state_dir, daemon.worker_key("j", run="mine")) as worker:
+        open_run(client, daemon)
+        worker.say(hello("s"))
+        answer = worker.hear()
+        assert isinstance(answer, wire.Rejected)
+        assert "another run" in answer.reason
+
+
+# ---------------------------------------------------------------- what no peer should send
+
+
+def big(nbytes: int) -> bytes:
+    return wire.encode(hello("s", code_version="x" * nbytes))
+
+
+@pytest.mark.parametrize(
+    ("frame", "reason", "retry"),
+    [
+        (b"\xff\xfe garbage", "not a message of protocol", False),
+        (b"", "not a message of protocol", False),
+        (msgspec.msgpack.encode({"type": "NoSuchMessage"}), "not a message of protocol", False),
+        (big(wire.MAX_HELLO_BYTES), "over the limit of 65,536", True),
+        (wire.encode(hello("s", protocol=0)), "protocol 0: this daemon speaks 1 to 1", False),
+        (wire.encode(hello("s", job_id=2**63)), "values that cannot be", False),
+    ],
+    ids=["garbage", "empty", "unknown", "oversized", "old", "overflow"],
+)
+def test_what_no_peer_should_send_is_refused_recorded_and_survived(daemon: LiveDaemon, frame: bytes, reason: str, retry: bool) -> None:
+    with Client.connect(daemon.state_dir) as client, Peer(daemon.state_dir, daemon.worker_key("j")) as bad:
+        run = open_run(client, daemon)
+        bad.say(frame)
+        answer = bad.hear()
+        assert isinstance(answer, wire.Rejected)
+        assert reason in answer.reason
+        assert answer.retry is retry
+        eventually(lambda: any(reason in str(row[0]) for row in daemon.query("SELECT reason FROM events")))
+        publish(run, 1)  # the daemon goes on
+        bad.say(hello("again"))
+        bad.await_kind(wire.Welcome)
+
+
+def test_a_frame_over_the_transports_limit_costs_its_sender_the_connection_and_nobody_else(daemon: LiveDaemon) -> None:
+    with Client.connect(daemon.state_dir) as client, Peer(daemon.state_dir, daemon.worker_key("j")) as bad:
+        run = open_run(client, daemon)
+        bad.say(b"x" * (wire.MAX_MESSAGE_BYTES + 1))
+        publish(run, 1)
+        assert bad.hear(0.2) is None
+
+
+def test_a_call_with_numbers_that_no_ledger_holds_is_refused(daemon: LiveDaemon) -> None:
+    with Client.connect(daemon.state_dir) as client:
+        run = open_run(client, daemon)
+        with pytest.raises(Refused, match="64 bits"):
+            run.call(wire.RecordCheckpoint(2**63, 1, b"", ""))
+        publish(run, 1)
+
+
+def test_frames_of_another_pattern_are_ignored(daemon: LiveDaemon) -> None:
+    with Client.connect(daemon.state_dir) as client, Peer(daemon.state_dir, daemon.worker_key("j")) as odd:
+        odd.socket.send_multipart([b"a", b"b", b"c"])
+        open_run(client, daemon)
+
+
+# ---------------------------------------------------------------- the client
+
+
+def collect(run: Run, groups: int, timeout_s: float = 20.0) -> list[wire.GroupDone]:
+    found: list[wire.GroupDone] = []
+    deadline = time.monotonic() + timeout_s
+    while len(found) < groups:
+        assert time.monotonic() < deadline, f"{len(found)} of {groups} groups came"
+        found += run.poll(0.1)
+    return found
+
+
+def check_groups(found: list[wire.GroupDone]) -> list[wire.SampleOutcome]:
+    """Every sample has its own tokens, and comes once."""
+    ids = [s.sample_id for g in found for s in g.samples]
+    assert len(ids) == len(set(ids))
+    for group in found:
+        for sample in group.samples:
+            assert (sample.tokens, sample.logprobs, sample.raw_logprobs) == payload(sample.sample_id, 0, 8)
+    return [wire.SampleOutcome(i, "consumed", 1.0, 0.5) for i in ids]
+
+
+@pytest.fixture
+def fleet(daemon: LiveDaemon) -> Iterator[list[ScriptedWorker]]:
+    workers = [ScriptedWorker(daemon.state_dir, daemon.worker_key(f"j{i}"), f"s{i}") for i in range(3)]
+    yield workers
+    for worker in workers:
+        worker.halt.set()
+    for worker in workers:
+        if worker.ident is not None:
+            worker.join(10)
+        assert worker.error is None
+
+
+def test_a_run_from_opening_to_close(daemon: LiveDaemon, fleet: list[ScriptedWorker]) -> None:
+    with Client.connect(daemon.state_dir) as client:
+        run = open_run(client, daemon)
+        assert (run.attempt, run.next_version, run.last_step) == (1, 1, 0)
+        publish(run, 1)
+        for worker in fleet:
+            worker.start()
+        for step in (1, 2):
+            ids = run.submit(step, 1, specs(4, 2))
+            found = collect(run, 4)
+            assert sorted(g.group_id for g in found) == sorted(ids)
+            run.commit(step, 1, check_groups(found), {"loss": 0.5})
+        with pytest.raises(Refused, match="prompt 0 has 60 tokens"):
+            run.submit(3, 1, [wire.GroupSpec(0, wire.pack_tokens([1] * 60), 2, wire.Sampling(8))])
+        run.close_run("finished")
+    assert daemon.query("SELECT state, count(*) FROM samples GROUP BY state") == [("consumed", 16)]
+
+
+@pytest.mark.parametrize("how", ["stopped", "killed"])
+def test_a_daemon_restarted_in_mid_step_loses_and_repeats_nothing(daemon: LiveDaemon, fleet: list[ScriptedWorker], how: str) -> None:
+    with Client.connect(daemon.state_dir) as client:
+        run = open_run(client, daemon)
+        publish(run, 1)
+        run.submit(1, 1, specs(8, 4))
+        for worker in fleet:
+            worker._pace = 0.05
+            worker.start()
+        found = collect(run, 2)
+        daemon.kill() if how == "killed" else daemon.stop()
+        daemon.start()
+        found += collect(run, 8 - len(found), 30)
+        run.commit(1, 1, check_groups(found), {})
+        run.commit(1, 1, check_groups(found), {})
+        assert client.generation == 2
+    assert daemon.query("SELECT state, count(*) FROM samples GROUP BY state") == [("consumed", 32)]
+    assert daemon.query("SELECT sample_id FROM sample_ends GROUP BY sample_id HAVING count(*) > 1") == []
+
+
+def test_an_older_trainer_is_fenced_by_a_newer_one(daemon: LiveDaemon) -> None:
+    with Client.connect(daemon.state_dir) as old, Client.connect(daemon.state_dir) as new:
+        first = open_run(old, daemon)
+        assert open_run(new, daemon).attempt == 2
+        with pytest.raises(StaleAttempt, match="attempt 1 of run 'r' was fenced"):
+            publish(first, 1)
+
+
+def test_a_trainer_that_computes_for_long_keeps_its_connection(daemon: LiveDaemon, fleet: list[ScriptedWorker]) -> None:
+    with Client.connect(daemon.state_dir) as client:
+        run = open_run(client, daemon)
+        publish(run, 1)
+        run.submit(1, 1, specs(2, 2))
+        fleet[0].start()
+        eventually(lambda: daemon.query("SELECT count(*) FROM groups WHERE delivered_attempt = 1") == [(2,)])
+        before, client.heard_at = client._socket, time.monotonic() - 60
+        check_groups(collect(run, 2))
+        assert client._socket is before
+
+
+def test_a_client_without_a_daemon_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(AuthError, match="scavenger init"):
+        Client.connect(tmp_path)
+    keys.init_state(tmp_path, "me")
+    client = Client(tmp_path, keys.read_keypair(keys.owner_key_path(tmp_path)), give_up_s=0.5)
+    with pytest.raises(DaemonUnavailable, match="scavenger daemon"):
+        client.reconnect()
+    client.close()
+
+
+def test_a_manifest_travels_to_the_workers_unchanged(daemon: LiveDaemon) -> None:
+    data = memoryview(bytes(range(16)))
+    made = manifests.build(1, {"w": ("F32", (2, 2), data)})
+    with Client.connect(daemon.state_dir) as client, Peer(daemon.state_dir, daemon.worker_key("j")) as worker:
+        run = open_run(client, daemon)
+        run.publish(0, made, SOURCE)
+        worker.say(hello("s"))
+        order = worker.await_kind(wire.UseWeights)
+        assert isinstance(order, wire.UseWeights)
+        assert manifests.decode(order.manifest).root == made.root
+        assert order.sources == (SOURCE,)
