@@ -139,6 +139,7 @@ class Run:
         self._reserved: wire.SetReserved | None = None
         self._published: dict[int, wire.PublishVersion] = {}
         self._pinged_at = self._complete_since = 0.0
+        self._closing = False
 
     def opened(self, answer: wire.RunOpened) -> None:
         self.run_id, self.attempt, self.last_step = answer.run_id, answer.attempt, answer.last_step
@@ -200,6 +201,7 @@ class Run:
 
     def close_run(self, state: str, reason: str = "") -> None:
         """End the run ("finished" | "failed" | "stopped"): harvested engines leave at once."""
+        self._closing = True
         self.call(wire.CloseRun(state, reason))
 
     # ---------------------------------------------------------------- the connection
@@ -238,7 +240,8 @@ class Run:
             case wire.Fleet():
                 self.fleet = message
             case wire.RunStopped(reason=reason, remedy=remedy):
-                raise Refused(reason, remedy)
+                if not self._closing:  # a stopped run can still be closed, which is what lets its engines go
+                    raise Refused(reason, remedy)
             case wire.Rejected(reason=reason, remedy=remedy):
                 raise Refused(reason, remedy)
             case wire.Reply(body=wire.Denied() as denied):

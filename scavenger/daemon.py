@@ -24,6 +24,7 @@ from scavenger.config import DaemonConfig
 from scavenger.errors import Fenced, LedgerError
 from scavenger.harvest.driver import Harvester
 from scavenger.ledger import reader, store
+from scavenger.ledger.faults import REMEDIES
 from scavenger.ledger.records import GroupState
 from scavenger.ledger.writer import Writer, WriterState
 from scavenger.router.events import Identity
@@ -137,7 +138,10 @@ class Daemon:
         return writer
 
     def _writer_changed(self, state: WriterState, reason: str) -> None:
-        log.warning("ledger", state=str(state), reason=reason) if state is not WriterState.OK else log.info("ledger", state=str(state))
+        if state is WriterState.OK:
+            log.info("ledger", state=str(state))
+        else:
+            log.warning("ledger", state=str(state), reason=reason, remedy=REMEDIES.get(state, ""))
         if state is WriterState.FENCED:
             self.failure = Fenced(f"another daemon owns this ledger now: {reason}", "let only one daemon run on a ledger")
             self.stop.set()

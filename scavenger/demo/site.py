@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -153,6 +153,17 @@ class Site:
         if self._daemon is None:
             raise ScavengerError("the daemon is not running")
         return self._daemon.pid
+
+    @contextlib.contextmanager
+    def second_daemon(self) -> Iterator[subprocess.Popen[bytes]]:
+        """Start another daemon on the same state, which becomes the site's; gives the first one, and ends it on leaving."""
+        assert self._daemon is not None
+        first = self._daemon
+        try:
+            self.start_daemon()
+            yield first
+        finally:
+            self._end_daemon(first)
 
     def kill_daemon(self) -> None:
         """SIGKILL, and wait until it is gone."""
