@@ -13,6 +13,7 @@ from scavenger.router import workers as wk
 from scavenger.router.events import Identity
 from scavenger.router.state import Core, Group, Run, Sample, SampleStatus, Version, Worker, WorkerStatus
 from scavenger.wire import (
+    MAX_MESSAGE_BYTES,
     PROTOCOL,
     Accepted,
     Attach,
@@ -194,6 +195,9 @@ def _spec_fault(run: Run, spec: GroupSpec) -> str:
             f"prompt {spec.prompt_index} has {length} tokens and may grow by {spec.sampling.max_tokens}, "
             f"over the engine's context of {run.engine.context_length}"
         )
+    whole = length * 4 + len(spec.meta) * 4 + spec.n * (12 * spec.sampling.max_tokens + 256)
+    if whole > MAX_MESSAGE_BYTES:
+        return f"prompt {spec.prompt_index}: its {spec.n} answers may make a message of {whole:,} bytes, over {MAX_MESSAGE_BYTES:,}"
     if spec.n < 1 or spec.sampling.max_tokens < 1:
         return f"prompt {spec.prompt_index} asks for {spec.n} samples of {spec.sampling.max_tokens} tokens"
     return ""

@@ -7,6 +7,7 @@ I6 (nothing is dropped: a lost lease puts the sample back into the queue with al
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,8 @@ from scavenger.ledger import records as rec
 from scavenger.router import placement
 from scavenger.router.state import Core, Group, Run, Sample, SampleStatus, Worker, WorkerStatus
 from scavenger.wire import Ack, Assign, Chunk, DoneSample, GroupDone, Held, Lease, Revoke, RunStopped
+
+ASSIGN_BYTES = 4 * 1024 * 1024
 
 
 class Fault(NamedTuple):
@@ -187,6 +190,8 @@ def poison(core: Core, sample: Sample, reason: str) -> None:
     sample.error = cause
     core.event("sample_poisoned", run.id, f"sample {sample.id}", cause)
     if run.on_poison == "stop":
+        if run.stopped:
+            return  # its trainer was told of the first
         run.stopped = cause
         remedy = f'look at it: scavenger samples {run.name} --step {sample.group.step}; on_poison = "mask" goes on without it'
         core.send_durable(run.conn, RunStopped(cause, remedy))
@@ -291,7 +296,23 @@ def place_queued(core: Core, run: Run) -> None:
         run.queue.discard(sample)
         batches.setdefault(worker_id, []).append(_grant(core, sample, core.workers[worker_id]))
     for worker_id, leases in batches.items():
-        core.send_durable(core.workers[worker_id].conn, Assign(tuple(leases)))
+        for part in _in_messages(leases):
+            core.send_durable(core.workers[worker_id].conn, Assign(tuple(part)))
+
+
+def _in_messages(leases: list[Lease]) -> Iterator[list[Lease]]:
+    """Leases in lists whose prompts and tokens make messages of a few MB: a hundred long samples would exceed what a peer accepts."""
+    part: list[Lease] = []
+    nbytes = 0
+    for lease in leases:
+        size = len(lease.prompt) + len(lease.accepted)
+        if part and nbytes + size > ASSIGN_BYTES:
+            yield part
+            part, nbytes = [], 0
+        part.append(lease)
+        nbytes += size
+    if part:
+        yield part
 
 
 def _grant(core: Core, sample: Sample, worker: Worker) -> Lease:

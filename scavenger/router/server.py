@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import socket as sockets
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -179,6 +179,10 @@ class Server:
         whatever touched the socket until nothing is left.
         """
         self._drain_due = False
+        with self._fatal():
+            self._drain_some()
+
+    def _drain_some(self) -> None:
         socket = self._socket
         if socket is None or self._writer.backlog_bytes > MAX_BACKLOG_BYTES:
             return  # `committed` looks again when the disk has caught up
@@ -189,6 +193,16 @@ class Server:
                 return
             self._frame(frames)
         self._look_again()
+
+    @contextlib.contextmanager
+    def _fatal(self) -> Iterator[None]:
+        """An error in a callback ends the daemon: half an event performed is a state that only the ledger can mend."""
+        try:
+            yield
+        except Exception as error:
+            if self._failure is not None and not self._failure.done():
+                self._failure.set_exception(error)
+            raise
 
     def _look_again(self) -> None:
         if not self._drain_due:
@@ -323,6 +337,7 @@ class Server:
         while self._tickets and self._tickets[0][0] <= ticket:
             settled = self._tickets.popleft()[1]
         if settled:
-            self.post(Committed(settled))
+            with self._fatal():
+                self.post(Committed(settled))
         if self._writer.backlog_bytes <= MAX_BACKLOG_BYTES:
             self._look_again()

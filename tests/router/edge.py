@@ -37,6 +37,7 @@ class LiveDaemon:
         for public in keys.enrolled_owners(state_dir):
             self.keyring.allow(public, Identity("owner", public))
         self._thread: threading.Thread | None = None
+        self._port = 0
         self.error: BaseException | None = None
 
     def __enter__(self) -> LiveDaemon:
@@ -48,7 +49,8 @@ class LiveDaemon:
         if error is None and self.error is not None:
             raise self.error
 
-    def start(self) -> None:
+    def start(self, *, same_port: bool = False) -> None:
+        self._port = self._port if same_port else 0
         ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._main(ready)), name="daemon")
         self._thread.start()
@@ -86,7 +88,7 @@ class LiveDaemon:
         self.server = Server(router, writer, self.keyring, pair, time.time, history)
         try:
             snapshot = reader.read_snapshot(writer.engine)
-            port = self.server.bind("127.0.0.1", 0)
+            port = self._port = self.server.bind("127.0.0.1", self._port)
             self.server.perform(router.restore(snapshot, time.time()))
             here = keys.Rendezvous(f"tcp://127.0.0.1:{port}", pair.public, writer.generation, os.getpid(), socket.gethostname())
             keys.write_rendezvous(self.state_dir, here)

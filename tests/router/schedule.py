@@ -397,11 +397,11 @@ class World:
     # ---- the end
 
     def make_calm(self) -> None:
-        """No more trouble: stalled workers end, two healthy ones are there, nothing is lost."""
+        """No more trouble: stalled workers end, those that are left must do, nothing is lost any more."""
         self.calm = True
         for worker in [w for w in self.workers if w.stalled or w.leaving]:
             self.workers.remove(worker)
-        for _ in range(2):
+        if not any(w.kind == "harvested" for w in self.workers):
             self.spawn("harvested")
         for _ in range(600):
             if self.trainer.satisfied():

@@ -712,6 +712,7 @@ def test_a_commit_of_unfinished_samples_or_impossible_outcomes_is_refused() -> N
         ((GroupSpec(0, b"", 2, Sampling(8)),), "has no tokens"),
         ((GroupSpec(0, pack_tokens([1]), 0, Sampling(8)),), "asks for 0 samples"),
         ((GroupSpec(0, pack_tokens([1]), 1, Sampling(0)),), "of 0 tokens"),
+        ((GroupSpec(0, pack_tokens([1]), 10**6, Sampling(8)),), "answers may make a message of"),
         (specs(1) + specs(1), "names a prompt twice"),
     ],
 )
@@ -843,6 +844,14 @@ def test_samples_with_tokens_go_first() -> None:
     bench.say(W1, Goodbye("SIGTERM", True))
     moved = bench.join(W2)
     assert moved[0].sample_id == leases[-1].sample_id
+
+
+def test_leases_of_long_samples_travel_in_several_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scavenger.router.samples.ASSIGN_BYTES", 30)
+    bench = started(prompts=2, n=2)
+    bench.hello(W1)
+    bench.say(W1, WeightsLoaded(1, root(1)))
+    assert [len(m.leases) for m in bench.take(W1, Assign)] == [2, 2]
 
 
 def test_a_worker_is_never_given_more_than_its_batch() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -215,7 +216,7 @@ def test_a_run_from_opening_to_close(daemon: LiveDaemon, fleet: list[ScriptedWor
     assert daemon.query("SELECT state, count(*) FROM samples GROUP BY state") == [("consumed", 16)]
 
 
-@pytest.mark.parametrize("how", ["stopped", "killed"])
+@pytest.mark.parametrize("how", ["stopped", "killed", "same port"])
 def test_a_daemon_restarted_in_mid_step_loses_and_repeats_nothing(daemon: LiveDaemon, fleet: list[ScriptedWorker], how: str) -> None:
     with Client.connect(daemon.state_dir) as client:
         run = open_run(client, daemon)
@@ -225,14 +226,33 @@ def test_a_daemon_restarted_in_mid_step_loses_and_repeats_nothing(daemon: LiveDa
             worker._pace = 0.05
             worker.start()
         found = collect(run, 2)
-        daemon.kill() if how == "killed" else daemon.stop()
-        daemon.start()
+        daemon.stop() if how == "stopped" else daemon.kill()
+        daemon.start(same_port=how == "same port")  # sockets then connect again by themselves, unasked and unannounced
         found += collect(run, 8 - len(found), 30)
         run.commit(1, 1, check_groups(found), {})
         run.commit(1, 1, check_groups(found), {})
         assert client.generation == 2
     assert daemon.query("SELECT state, count(*) FROM samples GROUP BY state") == [("consumed", 32)]
     assert daemon.query("SELECT sample_id FROM sample_ends GROUP BY sample_id HAVING count(*) > 1") == []
+
+
+def test_a_disk_that_stands_still_delays_everything_and_loses_nothing(daemon: LiveDaemon, fleet: list[ScriptedWorker]) -> None:
+    with Client.connect(daemon.state_dir) as client:
+        run = open_run(client, daemon)
+        publish(run, 1)
+        run.submit(1, 1, specs(4, 2))
+        with sqlite3.connect(daemon.state_dir / "ledger.sqlite3", isolation_level=None) as intruder:
+            intruder.execute("BEGIN IMMEDIATE")  # the writer waits for this lock as it would for space on the disk
+            for worker in fleet:
+                worker.start()
+            deadline = time.monotonic() + 5.5  # longer than a client waits before it connects again
+            while time.monotonic() < deadline:
+                assert run.poll(0.1) == []
+            intruder.execute("ROLLBACK")
+        intruder.close()
+        run.commit(1, 1, check_groups(collect(run, 4)), {})
+    assert daemon.query("SELECT state, count(*) FROM samples GROUP BY state") == [("consumed", 8)]
+    assert daemon.query("SELECT count(*) FROM workers WHERE left_at IS NOT NULL") == [(0,)]
 
 
 def test_an_older_trainer_is_fenced_by_a_newer_one(daemon: LiveDaemon) -> None:
@@ -267,7 +287,7 @@ def test_a_client_without_a_daemon_says_what_to_do(tmp_path: Path) -> None:
 
 def test_a_manifest_travels_to_the_workers_unchanged(daemon: LiveDaemon) -> None:
     data = memoryview(bytes(range(16)))
-    made = manifests.build(1, {"w": ("F32", (2, 2), data)})
+    made, _ = manifests.build(1, {"w": ("float32", (2, 2), data)})
     with Client.connect(daemon.state_dir) as client, Peer(daemon.state_dir, daemon.worker_key("j")) as worker:
         run = open_run(client, daemon)
         run.publish(0, made, SOURCE)
