@@ -310,6 +310,7 @@ class PublishVersion(Message, frozen=True):
     root: bytes
     manifest: bytes
     source: WeightSource
+    nbytes: int = 0  # of the weights, for the ledger
 
 
 class GroupSpec(Part, frozen=True):

@@ -11,15 +11,15 @@ from typing import Any
 class DemoSettings:
     """Sizes of the demo. `pace` mimics a large model's decode rate, so that preemption strikes in the middle of samples."""
 
-    steps: int = 80
+    steps: int = 60
     seed: int = 0
     prompts_per_step: int = 32
     samples_per_prompt: int = 8
     eval_problems: int = 256
     max_batch: int = 96
-    pace: float = 6.0
-    lr: float = 3e-4
-    warmup_steps: int = 8
+    pace: float = 3.5
+    lr: float = 2e-4
+    warmup_steps: int = 5
     window: float = 0.35
     deterministic: bool = True
 
@@ -37,7 +37,7 @@ def run_document(
         "data": {"task": "sort", "prompts_per_step": settings.prompts_per_step, "samples_per_prompt": settings.samples_per_prompt},
         "sampling": {"max_tokens": 7, "temperature": 1.0},
         "engine": {"name": "reference", "max_batch": settings.max_batch, "pace": settings.pace},
-        "optimizer": {"lr": settings.lr, "warmup_steps": settings.warmup_steps},
+        "optimizer": {"lr": settings.lr, "warmup_steps": settings.warmup_steps, "betas": [0.9, 0.99]},
         "reserved": {"workers": 1, "window": settings.window, "wake_after_s": 2.0},
         "checkpoint": {"every": 20, "keep": 2},
         "eval": {"problems": settings.eval_problems},

@@ -164,6 +164,8 @@ def read_snapshot(engine: sa.Engine) -> r.Snapshot:
         runs = _runs(connection)
         groups: list[r.GroupState] = []
         for run in runs:
+            if run.ended:
+                continue  # nothing of it is in flight; a resume reads its groups by `replay_groups`
             final = final_step(run.config, [checkpoint.step for checkpoint in run.checkpoints])
             groups.extend(_groups(connection, run.created.run_id, final))
         workers = tuple(r.WorkerState(_struct(r.WorkerJoined, row, at="joined_at")) for row in _ask(connection, "snapshot_workers"))
@@ -215,7 +217,8 @@ def _struct(kind: Any, row: Mapping[str, Any], **renamed: str) -> Any:
 def _runs(connection: sa.Connection) -> list[r.RunState]:
     versions: dict[int, list[r.VersionPublished]] = defaultdict(list)
     for row in _ask(connection, "snapshot_versions"):
-        versions[row["run_id"]].append(_struct(r.VersionPublished, row, at="published_at"))
+        known = {**row, "manifest": row["manifest"] or b""}
+        versions[row["run_id"]].append(_struct(r.VersionPublished, known, at="published_at"))
     # Ordered by step, then by time: of a step that was recorded twice the later stays.
     checkpoints: dict[int, dict[int, r.CheckpointRecorded]] = defaultdict(dict)
     for row in _ask(connection, "snapshot_checkpoints"):
@@ -230,6 +233,7 @@ def _runs(connection: sa.Connection) -> list[r.RunState]:
             config=row["attempt_config"],
             versions=tuple(versions[row["run_id"]]),
             checkpoints=tuple(checkpoints[row["run_id"]].values()),
+            ended=row["state"] != "active",
         )
         for row in _ask(connection, "snapshot_runs")
     ]

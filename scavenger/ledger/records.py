@@ -314,7 +314,7 @@ class Event(Record, frozen=True):
 
 
 class RunState(msgspec.Struct, frozen=True):
-    """A run that has not ended, as the ledger has it."""
+    """A run as the ledger has it. Versions but the newest few come without their manifest."""
 
     created: RunCreated
     attempt: int
@@ -324,6 +324,7 @@ class RunState(msgspec.Struct, frozen=True):
     config: str
     versions: tuple[VersionPublished, ...]
     checkpoints: tuple[CheckpointRecorded, ...]
+    ended: bool = False
 
 
 class SampleState(msgspec.Struct, frozen=True):

@@ -181,7 +181,7 @@ def _publish(core: Core, run: Run, body: PublishVersion) -> ReplyBody:
     run.versions[body.version] = Version(body.version, body.step, body.root, body.manifest, body.source)
     run.next_version = body.version + 1
     core.record(
-        rec.VersionPublished(run.id, body.version, body.step, run.attempt, body.root, body.manifest, 0, core.now)
+        rec.VersionPublished(run.id, body.version, body.step, run.attempt, body.root, body.manifest, body.nbytes, core.now)
     )  # fmt: skip
     return Ok()
 

@@ -95,10 +95,16 @@ def test_a_reopened_sample_is_complete_again_and_keeps_its_reward(url: str) -> N
     ]
 
 
-def test_ended_runs_are_not_in_the_snapshot(url: str) -> None:
+def test_ended_runs_are_in_the_snapshot_without_their_groups_and_manifests(url: str) -> None:
+    """Somebody may resume one: its name, attempts and version numbers must not be given out again."""
     written(url, everything())
     found = snapshot(url)
-    assert (found.runs, found.groups, found.workers, found.jobs) == ((), (), (), ())
+    assert (found.groups, found.workers, found.jobs) == ((), (), ())
+    (run,) = found.runs
+    assert run.ended
+    assert run.created.name == "sorting"
+    assert [v.version for v in run.versions] == [1, 2]
+    assert not any(v.manifest for v in run.versions)
     assert found.next_sample_id == 13
 
 

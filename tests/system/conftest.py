@@ -1,4 +1,7 @@
-"""Fixtures of the system tests: one model, and the undisturbed run that the others are compared with."""
+"""Fixtures of the system tests: one model, and the undisturbed run that the others are compared with.
+
+What all of them together may cost is in `CONTRIBUTING.md`: a run that lasts longer than the undisturbed one needs more of its steps.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +36,9 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def undisturbed(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> play.Result:
-    """Reserved workers alone, nobody preempted, on the local backend."""
+    """Twelve steps by one reserved engine alone, nobody preempted, on the local backend."""
     options = SiteOptions("local", tmp_path_factory.mktemp("undisturbed"), demo_layout(grace_s=1.0), observe_s=0.2)
     with Site(options) as site:
-        run = play.write_run(site, small_model, run={"harvest": False, "steps": 4}, engine={"max_batch": 16})
+        run = play.write_run(site, small_model, run={"harvest": False, "steps": 12}, engine={"max_batch": 16})
         play.finish(site, play.submit(site, run))
         return play.result(site)

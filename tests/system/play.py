@@ -29,6 +29,11 @@ class Result:
     tokens: dict[tuple[int, int, int], bytes]
     steps: dict[int, tuple[str, str]]
 
+    def until(self, last: int) -> Result:
+        """The first steps of it: a longer run starts as a shorter one."""
+        assert last in self.steps
+        return Result({k: v for k, v in self.tokens.items() if k[0] <= last}, {k: v for k, v in self.steps.items() if k <= last})
+
 
 def wait_for(what: str, condition: Callable[[], object], deadline_s: float = DEADLINE_S, every_s: float = 0.1) -> Any:
     """Poll until the condition is true and return its value; fail naming what was waited for."""

@@ -1,0 +1,110 @@
+"""On a real Slurm, engines are lost in three ways while one run trains; nothing of the run changes and nobody waits for us.
+
+The arms follow one another in one run on one cluster: GraceTime 10, GraceTime 0, and no notice at all.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from scavenger.cluster.layout import demo_layout
+from scavenger.cluster.model import JobState
+from scavenger.demo.site import Site, SiteOptions
+from scavenger.ledger import queries
+from tests.system import play
+
+pytestmark = [pytest.mark.slurm, pytest.mark.mpi]
+
+STEPS = 12
+PACE = 4.0  # tokens a second and sample
+FLUSH_S = 0.1
+PER_ARM = 7
+ENGINES = 4
+
+
+@dataclass
+class Arm:
+    name: str
+    grace_s: float
+    lost: set[int] = field(default_factory=set)
+    others: list[int] = field(default_factory=list)
+    waited_s: list[float] = field(default_factory=list)
+
+
+def test_engines_are_lost_in_three_ways_and_training_does_not_notice(
+    tmp_path: Path, small_model: Path, undisturbed: play.Result
+) -> None:
+    options = SiteOptions("slurm", tmp_path, demo_layout(grace_s=10.0), observe_s=0.5, max_engines=ENGINES, harvest={"max_pending": 4})
+    with Site(options) as site:
+        run = play.write_run(site, small_model, run={"steps": STEPS}, engine={"max_batch": 4, "pace": PACE}, checkpoint={"every": 4})
+        training = play.submit(site, run)
+        arms = [Arm("GraceTime=10", 10.0), Arm("GraceTime=0", 0.0), Arm("no notice", 0.0)]
+        for arm in arms:
+            site.sandbox.run("scontrol", "update", "PartitionName=scavenge", f"GraceTime={arm.grace_s:.0f}")
+            _lose_engines(site, arm)
+        play.finish(site, training)
+        play.wait_for("our jobs to leave the queue", lambda: not play.jobs_left(site), 20)
+        assert play.result(site) == undisturbed.until(STEPS)
+        _check_ledger(site, arms)
+        for arm in arms[:2]:
+            assert max(arm.waited_s) <= arm.grace_s + 5, f"{arm.name}: others waited {arm.waited_s}"
+
+
+def _lose_engines(site: Site, arm: Arm) -> None:
+    """Take engines that hold samples, node by node, until the arm has its share."""
+    deadline = time.monotonic() + 90
+    while len(arm.lost) < PER_ARM:
+        assert time.monotonic() < deadline, f"{arm.name}: only {len(arm.lost)} engines were at work to be lost\n{play.logs(site)}"
+        assert play.steps_done(site) < STEPS, f"{arm.name}: the run ended before its engines were lost"
+        by_node: dict[str, list[tuple[int, int]]] = {}
+        for worker, job, node in play.busy(site):
+            if worker not in arm.lost:
+                by_node.setdefault(node, []).append((worker, job))
+        for node, engines in by_node.items():
+            if arm.name == "no notice":
+                for _, job in engines:
+                    site.sandbox.kill_steps(job)
+                site.sandbox.lose_node(node)
+                site.sandbox.resume_node(node)
+            else:
+                arm.others.append(site.submit_other(0.5, 4, node))
+            arm.lost |= {worker for worker, _ in engines}
+        if by_node:
+            _watch_others(site, arm)
+
+
+def _watch_others(site: Site, arm: Arm) -> None:
+    """Wait until the others' jobs have run, and note how long they waited for their GPUs (Slurm's own times, whole seconds)."""
+
+    def ended() -> bool:
+        jobs = {j.job_id: j for j in site.cluster.view().jobs}
+        done = [jobs[i] for i in arm.others if i in jobs and jobs[i].state is JobState.COMPLETED]
+        arm.waited_s = [j.start_time - j.submit_time for j in done]
+        return len(done) == len(arm.others)
+
+    play.wait_for(f"{arm.name}: the others' jobs", ended, 60)
+
+
+def _check_ledger(site: Site, arms: list[Arm]) -> None:
+    """At least 20 engines lost, 5 in each arm; nothing generated again with notice, at most one flush interval a sample without."""
+    lost_workers = "SELECT worker_id, notice, samples, salvaged, regenerated, reason FROM workers WHERE left_at > 0"
+    rows = {row[0]: row for row in play.ask(site, lost_workers)}
+    for arm in arms:
+        lost = [rows[worker] for worker in arm.lost]
+        assert len(lost) >= 5, arm.name
+        for worker, notice, samples, _salvaged, regenerated, reason in lost:
+            if arm.name == "no notice":
+                assert not notice, f"worker {worker}: {reason}"
+                assert regenerated <= samples * math.ceil(PACE * FLUSH_S), f"worker {worker} lost {regenerated} tokens of {samples} samples"
+            else:
+                assert notice, f"{arm.name}, worker {worker}: {reason}"
+                assert regenerated == 0, f"{arm.name}, worker {worker}: {regenerated} tokens again in spite of notice"
+    assert sum(len(arm.lost) for arm in arms) >= 20
+    assert sum(rows[w][3] for arm in arms for w in arm.lost) > 0, "no token was in flight: the engines were lost between samples"
+    totals = play.ask(site, queries.load_report("lost_engines_by_arm"))
+    assert sum(row[2] for row in totals) >= 20, totals
