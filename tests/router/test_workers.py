@@ -1,0 +1,295 @@
+"""What the core promises of workers, and of itself after a restart. The bench commits at once unless a test turns `auto` off."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from scavenger.router.events import Identity, IntentRevoked, JobGone
+from scavenger.router.state import SampleStatus
+from scavenger.wire import (
+    Ack,
+    Asleep,
+    Chunks,
+    Drain,
+    Fleet,
+    Goodbye,
+    GoodbyeAck,
+    GroupDone,
+    Heartbeat,
+    HeartbeatAck,
+    Held,
+    HelloAgain,
+    Rejected,
+    Revoke,
+    SetReserved,
+    Sleep,
+    UseWeights,
+    Wake,
+    WeightsFailed,
+    WeightsLoaded,
+    Welcome,
+)
+from tests.router.harness import Bench, chunk_of, root, started
+from tests.router.moves import W1, W2, finish_all, one_lease, refused
+
+# ---------------------------------------------------------------- workers
+
+
+def test_a_silent_worker_is_first_suspect_then_dead_and_its_samples_move_with_their_tokens() -> None:
+    bench, lease = one_lease()
+    bench.chunk(W1, lease, 0, 3)
+    bench.tick(5.0)
+    assert bench.router.core.workers[1].suspect
+    assert bench.sample(1).status is SampleStatus.LEASED
+    bench.submit(step=2)
+    assert bench.leases(W1) == [], "no new leases for a suspect"
+    bench.say(W1, Heartbeat((Held(1, 1, 3),), 0, 1))
+    assert len(bench.leases(W1)) == 2, "heard again: it serves on"
+    bench.tick(13.0)
+    assert bench.router.core.workers == {}
+    assert (bench.sample(1).status, bench.sample(1).accepted) == (SampleStatus.QUEUED, 3)
+
+
+def test_silence_while_the_daemon_itself_stood_still_is_nobodys_death() -> None:
+    bench, _ = one_lease()
+    bench.tick()
+    bench.now += 60.0
+    bench.tick()
+    assert not bench.router.core.workers[1].suspect
+
+
+def test_a_goodbye_is_acked_after_its_tokens_are_durable_and_loses_none() -> None:
+    bench, lease = one_lease()
+    bench.auto = False
+    bench.chunk(W1, lease, 0, 5)
+    bench.say(W1, Goodbye("SIGTERM", True))
+    assert bench.take(W1, GoodbyeAck) == []
+    bench.settle()
+    assert len(bench.take(W1, GoodbyeAck)) == 1
+    (left,) = [r for r in bench.ledger.log if type(r).__name__ == "WorkerLeft"]
+    assert (left.salvaged, left.regenerated, left.notice) == (5, 0, True)  # type: ignore[attr-defined]
+    bench.auto = True
+    bench.say(W1, Heartbeat((), 0, 1))
+    assert bench.take(W1, HelloAgain) == [], "one that left is not asked to come again"
+    bench.say(W1, Goodbye("SIGTERM", True))
+    assert len(bench.take(W1, GoodbyeAck)) == 1, "the ack may have been lost"
+
+
+def test_a_later_incarnation_proves_the_earlier_one_dead_and_a_leftover_is_turned_away() -> None:
+    bench = started(n=1)
+    (lease,) = bench.join(W1, intent="j", session="old")
+    bench.chunk(W1, lease, 0, 2)
+    (moved,) = bench.join(W2, intent="j", session="new", incarnation=1)
+    assert (moved.epoch, len(moved.accepted)) == (2, 8)
+    bench.say(W1, Chunks((chunk_of(1, 1, 1, 2, 1),)))
+    assert len(bench.take(W1, HelloAgain)) == 1
+    bench.hello(W1, intent="j", session="old", held=(Held(1, 1, 3),))
+    (answer,) = bench.take(W1, Rejected)
+    assert "later incarnation" in answer.reason
+    assert bench.sample(1).epoch == 2
+
+
+def test_a_gone_job_moves_its_samples_at_once_but_never_those_of_a_later_incarnation() -> None:
+    bench = started(n=1)
+    bench.join(W1, intent="j", incarnation=1)
+    bench.handle(JobGone("j", 0, "PREEMPTED", False))
+    assert bench.sample(1).status is SampleStatus.LEASED
+    bench.handle(JobGone("j", 1, "PREEMPTED", False))
+    assert bench.sample(1).status is SampleStatus.QUEUED
+
+
+def test_a_zombie_whose_lease_moved_changes_nothing_and_is_told_to_drop_it() -> None:
+    bench, lease = one_lease()
+    bench.chunk(W1, lease, 0, 2)
+    bench.tick(13.0)
+    (moved,) = bench.join(W2)
+    bench.chunk(W2, moved, 2, 1)
+    bench.chunk(W1, lease, 2, 3)
+    assert len(bench.take(W1, HelloAgain)) == 1
+    bench.hello(W1, held=(Held(1, 1, 5),), loaded=1)
+    assert bench.take(W1, Revoke)[0].leases == ((1, 1),)
+    refused(bench, W1, chunk_of(1, 1, 1, 2, 3), "no lease")
+    assert bench.sample(1).accepted == 3
+
+
+def test_an_unknown_connection_is_asked_to_greet_again() -> None:
+    bench = started()
+    bench.say(77, Heartbeat((), 0, -1))
+    assert len(bench.take(77, HelloAgain)) == 1
+
+
+def test_the_same_session_comes_back_over_a_new_connection_with_all_it_holds() -> None:
+    bench, lease = one_lease()
+    bench.chunk(W1, lease, 0, 2)
+    bench.hello(99, session=f"s{W1}", intent=f"job{W1}", held=(Held(1, 1, 4),), loaded=1)
+    assert bench.take(99, Welcome)[0].worker_id == 1
+    assert bench.take(99, Ack)[0].durable == (Held(1, 1, 2),)
+    bench.chunk(99, lease, 2, 2)
+    assert (bench.sample(1).epoch, bench.sample(1).accepted) == (1, 4)
+
+
+def test_reserved_workers_sleep_with_every_token_flushed_and_wake_again() -> None:
+    bench = started(n=1)
+    (lease,) = bench.join(W1, kind="reserved")
+    bench.call(SetReserved(False))
+    assert len(bench.take(W1, Sleep)) == 1
+    bench.chunk(W1, lease, 0, 4)
+    bench.join(W2)
+    bench.say(W1, Asleep())
+    (moved,) = bench.leases(W2)
+    assert len(moved.accepted) == 16
+    assert bench.take(1, Fleet)[-1].reserved_asleep == 1
+    bench.say(W2, Goodbye("SIGTERM", True))
+    assert bench.leases(W1) == []
+    bench.call(SetReserved(True))
+    assert len(bench.take(W1, Wake)) == 1
+    (lease,) = bench.leases(W1)
+    bench.chunk(W1, lease, 4, 4, "length")
+    assert len(bench.take(1, GroupDone)) == 1
+
+
+def test_lost_sleep_drain_and_weights_orders_are_repeated_at_heartbeats() -> None:
+    bench = started(n=1)
+    bench.hello(W1, kind="reserved")
+    bench.take(W1, UseWeights)
+    bench.now += 6
+    bench.say(W1, Heartbeat((), 0, -1))
+    assert len(bench.take(W1, UseWeights)) == 1
+    bench.say(W1, WeightsLoaded(1, root(1)))
+    bench.call(SetReserved(False))
+    bench.take(W1, Sleep)
+    bench.say(W1, Heartbeat((), 0, 1))
+    assert len(bench.take(W1, Sleep)) == 1
+    bench.hello(W2)
+    bench.handle(IntentRevoked(f"job{W2}", "surplus"))
+    bench.take(W2, Drain)
+    bench.say(W2, Heartbeat((), 0, -1))
+    assert len(bench.take(W2, Drain)) == 1
+
+
+def test_a_lost_assignment_is_repaired_by_heartbeats_but_not_before_it_was_sent() -> None:
+    bench = started(n=1)
+    bench.hello(W1)
+    bench.auto = False
+    bench.say(W1, WeightsLoaded(1, root(1)))
+    for _ in range(8):  # the disk stalls: the lease is not even sent
+        bench.now += 1
+        bench.say(W1, Heartbeat((), 0, 1))
+    assert bench.sample(1).epoch == 1
+    bench.auto = True
+    bench.settle()
+    bench.leases(W1)  # and now it is lost on its way
+    for _ in range(4):
+        bench.now += 1
+        bench.say(W1, Heartbeat((), 0, 1))
+    assert [x.epoch for x in bench.leases(W1)] == [2]
+    assert bench.take(W1, HeartbeatAck)[-1].generation == 1
+
+
+def test_a_worker_that_cannot_load_is_asked_again_and_at_last_drained() -> None:
+    bench = started()
+    bench.hello(W1)
+    for _ in range(5):
+        assert len(bench.take(W1, UseWeights)) == 1
+        bench.say(W1, WeightsFailed(1, "hash mismatch"))
+        bench.tick(1.5)
+    assert "hash mismatch" in bench.take(W1, Drain)[0].reason
+
+
+def test_weights_under_another_root_are_refused_and_the_worker_leaves() -> None:
+    bench = started()
+    bench.hello(W1)
+    bench.say(W1, WeightsLoaded(1, b"forged"))
+    assert bench.leases(W1) == []
+    assert len(bench.take(W1, Drain)) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"protocol": 99}, "protocol 99"),
+        ({"run": "other"}, "minted for another run"),
+        ({"kind": "reserved"}, ""),
+        ({"incarnation": 2**63}, "values that cannot be"),
+        ({"job_id": -1}, "values that cannot be"),
+        ({"node": "x" * 300}, "values that cannot be"),
+    ],
+)
+def test_a_hello_that_cannot_be_is_refused_with_its_reason(change: dict[str, object], reason: str) -> None:
+    bench = started()
+    if "kind" in change:
+        from scavenger.router.events import HelloReceived
+
+        bench.hello(W1)
+        hello = msgspec.structs.replace(_hello_of(bench), kind="reserved")
+        bench.handle(HelloReceived(50, Identity("worker", "k", "r", "j"), hello))
+        assert "cannot greet with the key of a worker" in bench.take(50, Rejected)[0].reason
+        return
+    bench.hello(50, **change)  # type: ignore[arg-type]
+    (answer,) = bench.take(50, Rejected)
+    assert reason in answer.reason
+    assert not answer.retry
+    assert len(bench.events("hello_refused")) == 1
+
+
+def _hello_of(bench: Bench):  # type: ignore[no-untyped-def]
+    from scavenger.wire import WorkerHello
+
+    return WorkerHello(1, "harvested", "r", "s", 0, 1, "n", 1, "reference", "0", 1)
+
+
+# ---------------------------------------------------------------- restarts
+
+
+def test_after_a_restart_the_same_session_goes_on_where_it_was() -> None:
+    bench, lease = one_lease()
+    bench.chunk(W1, lease, 0, 3)
+    bench.restart()
+    assert bench.sample(1).status is SampleStatus.UNCONFIRMED
+    bench.hello(30, session=f"s{W1}", intent=f"job{W1}", held=(Held(1, 1, 5),), loaded=1)
+    assert bench.sample(1).status is SampleStatus.LEASED
+    bench.chunk(30, lease, 3, 5, "length")
+    bench.attach(wants=(1,))
+    (done,) = bench.take(1, GroupDone)
+    assert done.samples[0].tokens == chunk_of(1, 1, 1, 0, 8).tokens
+
+
+def test_after_a_restart_a_session_that_stays_away_loses_its_leases_at_the_next_epoch() -> None:
+    bench, lease = one_lease()
+    bench.chunk(W1, lease, 0, 3)
+    bench.restart()
+    bench.attach(wants=(1,))
+    bench.publish()
+    assert bench.join(W2) == []
+    for _ in range(int(bench.limits.reconnect_s) - 1):
+        bench.tick(1)
+        bench.say(W2, Heartbeat((), 0, 1))
+    assert bench.leases(W2) == []
+    bench.tick(2)
+    (moved,) = bench.leases(W2)
+    assert (moved.epoch, len(moved.accepted)) == (2, 12)
+
+
+def test_tokens_that_were_not_committed_are_gone_with_the_daemon_and_come_again() -> None:
+    bench, lease = one_lease()
+    bench.auto = False
+    bench.chunk(W1, lease, 0, 3)
+    bench.restart()
+    bench.auto = True
+    assert bench.sample(1).accepted == 0
+    bench.hello(30, session=f"s{W1}", intent=f"job{W1}", held=(Held(1, 1, 3),), loaded=1)
+    bench.chunk(30, lease, 0, 3)
+    assert bench.sample(1).accepted == 3
+
+
+def test_a_group_is_delivered_once_over_restarts_and_reconnections() -> None:
+    bench = started(n=1)
+    finish_all(bench, W1, bench.join(W1))
+    assert len(bench.take(1, GroupDone)) == 1
+    bench.restart()
+    bench.attach(have=(1,))
+    bench.tick(3)
+    assert bench.take(1, GroupDone) == []
+    bench.attach(wants=(1,), conn=5)
+    assert len(bench.take(5, GroupDone)) == 1, "it was lost on its way"
