@@ -169,7 +169,7 @@ class Site:
         """SIGKILL, and wait until it is gone."""
         assert self._daemon is not None
         self._daemon.kill()
-        self._daemon.wait()
+        self._end_daemon(self._daemon)
 
     # ---------------------------------------------------------------- jobs
 

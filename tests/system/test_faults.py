@@ -1,0 +1,270 @@
+"""Faults in whole, real runs: nothing is lost, nothing hangs, the cause is named, and the result is that of the undisturbed run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from scavenger.cluster import procs
+from scavenger.cluster.layout import demo_layout
+from scavenger.cluster.model import JobState
+from scavenger.demo.site import Site, SiteOptions
+from scavenger.errors import Refused
+from scavenger.ledger import reports
+from scavenger.weights.source import WeightSource
+from tests.system import play, scripted
+
+LAYOUT = demo_layout(grace_s=1.0, requeue_delay_s=0.5)
+#: Silence is believed soon, so that a stopped worker's samples move while the test looks on.
+QUICK = {"heartbeat_s": 0.3, "suspect_s": 1.0, "dead_s": 2.5}
+OPEN_LEASES = (
+    "SELECT l.sample_id, l.epoch, l.worker_id, s.accepted_len FROM leases l JOIN samples s ON s.sample_id = l.sample_id "
+    "WHERE l.ended_at IS NULL AND s.accepted_len > l.start_len"
+)
+
+
+def _events(site: Site, kind: str) -> list[tuple[str, str]]:
+    """(subject, reason) of the ledger's events of a kind."""
+    return play.ask(site, f"SELECT subject, reason FROM events WHERE kind = '{kind}' ORDER BY id")
+
+
+def _daemon_log(site: Site) -> str:
+    return (site.dir / "daemon.log").read_text(errors="replace")
+
+
+def _worker_pid(job_id: int) -> int:
+    """The engine's process of a job on the local backend."""
+    mark = f"SCAVENGER_JOB_ID={job_id}"
+    found = [pid for pid in procs.snapshot() if procs.has_variable(pid, mark) and " -m rollout " in procs.title(pid)]
+    assert len(found) == 1, f"job {job_id} has the engines {found}"
+    return found[0]
+
+
+# ---------------------------------------------------------------- processes killed, replaced and stopped
+
+
+@pytest.mark.mpi
+def test_a_killed_daemon_a_second_daemon_and_a_zombie_engine_change_nothing(
+    tmp_path: Path, small_model: Path, undisturbed: play.Result
+) -> None:
+    options = SiteOptions("local", tmp_path, LAYOUT, observe_s=0.2, max_engines=2, daemon=QUICK)
+    with Site(options) as site:
+        run = play.write_run(site, small_model, run={"steps": 6}, engine={"max_batch": 4, "pace": 10.0})
+        training = play.submit(site, run)
+        play.wait_for("samples in flight with tokens", lambda: play.busy(site))
+        _kill_the_daemon(site)
+        _start_a_second_daemon(site)
+        _stop_an_engine_until_its_samples_are_elsewhere(site)
+        play.finish(site, training)
+        assert play.result(site) == undisturbed.until(6)
+        assert not play.jobs_left(site)
+
+
+def _kill_the_daemon(site: Site) -> None:
+    """SIGKILL with samples in flight: the workers come back under their leases, and every durable token is still there."""
+    site.kill_daemon()
+    before = play.ask(site, OPEN_LEASES)
+    assert before, "no sample was in flight"
+    [[killed_at]] = play.ask(site, "SELECT max(committed_at) FROM generations")
+    site.start_daemon()
+
+    def resumed() -> object:
+        return play.ask(site, f"SELECT sample_id, epoch FROM chunks WHERE at > {killed_at} ORDER BY id") if _settled(site, before) else []
+
+    after = play.wait_for("the leases of before to go on or to move", resumed)
+    assert {(sample, epoch) for sample, epoch, _, _ in before} & set(after), "no lease went on under its old epoch"
+    for sample, _, _, length in before:
+        [[accepted]] = play.ask(site, f"SELECT accepted_len FROM samples WHERE sample_id = {sample}")
+        assert accepted >= length, f"sample {sample} lost tokens"
+    assert play.ask(site, "SELECT sum(regenerated) FROM samples") == [(0,)], "workers keep what was not acknowledged"
+
+
+def _settled(site: Site, leases: list[tuple[int, ...]]) -> bool:
+    """Each of these samples has more tokens, or its lease has ended."""
+    open_now = {(sample, epoch): length for sample, epoch, _, length in play.ask(site, OPEN_LEASES)}
+    return all(open_now.get((sample, epoch), length + 1) > length for sample, epoch, _, length in leases)
+
+
+def _start_a_second_daemon(site: Site) -> None:
+    """An admin's mistake: the newer daemon takes the ledger, the older one says so and ends; the run goes on with the newer."""
+    with site.second_daemon() as first:
+        assert first.wait(30) == 1
+    assert "another daemon owns this ledger now" in _daemon_log(site)
+    assert "let only one daemon run on a ledger" in _daemon_log(site)
+
+
+def _stop_an_engine_until_its_samples_are_elsewhere(site: Site) -> None:
+    """SIGSTOP: silence moves its samples. SIGCONT: what it still says is refused with a reason."""
+    worker, job, _ = play.wait_for("an engine at work", lambda: play.busy(site) or _ended(site))[0]
+    pid = _worker_pid(job)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        held = f"SELECT sample_id, epoch FROM leases WHERE worker_id = {worker} AND reason LIKE 'silent for%'"
+        lost = play.wait_for("its leases to end", lambda: play.ask(site, held))
+        moved = f"SELECT max(epoch) FROM leases WHERE sample_id = {lost[0][0]}"
+        play.wait_for("its sample to be leased elsewhere", lambda: play.ask(site, moved)[0][0] > lost[0][1])
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    [[reason]] = play.wait_for("the zombie to be refused", lambda: _refusals(site))[:1]
+    assert "moved on" in reason
+    for sample, epoch in lost:
+        [[last]] = play.ask(site, f"SELECT coalesce(max(at), 0) FROM chunks WHERE sample_id = {sample} AND epoch = {epoch}")
+        [[ended]] = play.ask(site, f"SELECT ended_at FROM leases WHERE sample_id = {sample} AND epoch = {epoch}")
+        assert last <= ended, f"sample {sample} took a chunk of its lost lease"
+
+
+def _ended(site: Site) -> bool:
+    assert play.ask(site, "SELECT 1 FROM runs WHERE state <> 'active'") == [], f"the run ended too soon\n{play.logs(site)}"
+    return False
+
+
+def _refusals(site: Site) -> list[tuple[str]]:
+    return [(reason,) for kind in ("stale_leases", "chunk_refused") for _, reason in _events(site, kind)]
+
+
+# ---------------------------------------------------------------- the trainer killed; the disk full
+
+
+@contextmanager
+def _small_disk(where: Path, nbytes: int) -> Iterator[None]:
+    if os.geteuid() != 0:
+        pytest.skip("needs root to mount a tmpfs")
+    where.mkdir(parents=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={nbytes},mode=700", "tmpfs", str(where)], capture_output=True, text=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(where)], check=True)
+
+
+def _fill(ballast: Path) -> None:
+    with ballast.open("wb", buffering=0) as file, pytest.raises(OSError, match="No space left"):
+        while True:
+            file.write(bytes(4096))
+
+
+@pytest.mark.mpi
+def test_a_trainer_killed_before_its_commit_and_a_full_disk_change_nothing_without_any_harvested_engine(
+    tmp_path: Path, small_model: Path, undisturbed: play.Result
+) -> None:
+    """`harvest.max_engines = 0` besides: harvesting is wished for, and there never is an engine."""
+    options = SiteOptions("local", tmp_path, LAYOUT, observe_s=0.2, max_engines=0)
+    with _small_disk(tmp_path / "state", 16 << 20), Site(options) as site:
+        run = play.write_run(site, small_model, engine={"max_batch": 16, "pace": 40.0})
+        training = play.submit(site, run, env={"SCAVENGER_TEST_CRASH": "between-publish-and-commit:4"})
+        play.wait_for("the first step", lambda: play.steps_done(site) >= 1)
+        _fill_the_disk_and_free_it(site)
+        crashed = play.wait_for("the trainer to be killed", lambda: _over(site, training))
+        assert crashed is JobState.FAILED
+        assert play.steps_done(site) == 3
+        versions = play.ask(site, "SELECT count(*) FROM weight_versions WHERE step = 4")
+        assert versions == [(1,)], "step 4 was published and not committed"
+
+        play.finish(site, play.submit(site, run))
+        assert play.result(site) == undisturbed.until(4)
+        _replayed(site)
+        assert play.ask(site, "SELECT count(*) FROM workers WHERE kind = 'harvested'") == [(0,)]
+        assert play.ask(site, "SELECT count(*) FROM jobs") == [(0,)]
+
+
+def _over(site: Site, job_id: int) -> JobState | None:
+    seen = play.job(site, job_id)
+    return seen.state if seen is not None and seen.state in play.ENDED and not seen.flags else None
+
+
+def _fill_the_disk_and_free_it(site: Site) -> None:
+    ballast = site.state_dir / "ballast"
+    _fill(ballast)
+    play.wait_for("the daemon to stall and say why", lambda: "STALLED_DISK_FULL" in _daemon_log(site))
+    line = next(line for line in _daemon_log(site).splitlines() if "STALLED_DISK_FULL" in line)
+    assert "SQLITE_FULL" in line
+    assert "free space where the ledger lies" in line
+    ballast.unlink()
+    play.wait_for("the daemon to go on by itself", lambda: "state=OK" in _daemon_log(site).partition("STALLED_DISK_FULL")[2])
+
+
+def _replayed(site: Site) -> None:
+    """I3: step 3 was committed after the checkpoint of step 2, so its samples were delivered again and not generated again."""
+    assert play.ask(site, "SELECT attempt, resume_step FROM attempts ORDER BY attempt") == [(1, 0), (2, 2)]
+    assert play.ask(site, "SELECT step, attempt FROM steps WHERE rewound_by = 2 AND purpose = 'train'") == [(3, 1)]
+    again = play.ask(site, "SELECT DISTINCT g.step FROM groups g WHERE g.version > g.created_version ORDER BY 1")
+    assert again == [(3,), (4,)], "steps 3 and 4 were adopted under the versions of the second attempt"
+    reopened = play.ask(
+        site,
+        "SELECT count(DISTINCT e.sample_id) FROM sample_ends e JOIN samples s ON s.sample_id = e.sample_id "
+        "JOIN groups g ON g.group_id = s.group_id WHERE e.state = 'reopened' AND e.attempt = 2 AND g.step = 3",
+    )
+    assert reopened == [(16,)]
+    assert play.ask(site, "SELECT count(*) FROM groups WHERE purpose = 'train'") == [(16,)], "no prompt was generated twice"
+    twice = "SELECT sample_id FROM sample_ends WHERE state = 'consumed' AND attempt = 2 GROUP BY sample_id HAVING count(*) > 1"
+    assert play.ask(site, twice) == []
+
+
+# ---------------------------------------------------------------- jobs that die at once
+
+
+@pytest.mark.mpi
+def test_job_scripts_that_die_at_once_end_in_quarantine_and_the_run_completes_alone(
+    tmp_path: Path, small_model: Path, undisturbed: play.Result
+) -> None:
+    template = tmp_path / "dies.sbatch.j2"
+    template.write_text("#!/bin/bash\nexit 1\n")
+    harvest = {"job_template": str(template), "backoff_s": 0.05, "quarantine_after": 2, "max_pending": 1}
+    options = SiteOptions("local", tmp_path / "site", LAYOUT, observe_s=0.2, max_engines=2, harvest=harvest)
+    with Site(options) as site:
+        run = play.write_run(site, small_model, engine={"max_batch": 16, "pace": 8.0})
+        training = play.submit(site, run)
+        play.wait_for("every node to be quarantined", lambda: len(_events(site, "node_quarantined")) == 3)
+        play.finish(site, training)
+        assert play.result(site) == undisturbed.until(4)
+        assert play.ask(site, "SELECT count(*) FROM workers WHERE kind = 'harvested'") == [(0,)]
+        assert {node for node, _ in _events(site, "node_quarantined")} == {"node1", "node2", "node3"}
+        assert all("2 engines died on it" in reason and "exit code 1" in reason for _, reason in _events(site, "node_quarantined"))
+        reasons = [reason for (reason,) in play.ask(site, "SELECT reason FROM decisions")]
+        assert any("backs off" in reason and "died at once" in reason for reason in reasons)
+        assert play.ask(site, "SELECT count(*) FROM jobs") == [(6,)], "two deaths a node, and not one submission more"
+
+
+# ---------------------------------------------------------------- an engine that makes no numbers
+
+
+def test_an_engine_whose_numbers_are_not_finite_stops_the_run_with_the_sample_or_is_masked_and_counted(
+    tmp_path: Path, small_model: Path
+) -> None:
+    with Site(SiteOptions("local", tmp_path, LAYOUT, observe_s=0.2, max_engines=2)) as site, WeightSource() as source:
+        shared = {"poison_after": 1, "max_engines": 1}
+        with (
+            scripted.opened(play.write_run(site, small_model, run={"name": "stops", "on_poison": "stop", **shared})) as stops,
+            scripted.opened(play.write_run(site, small_model, run={"name": "masks", "on_poison": "mask", **shared})) as masks,
+        ):
+            waiting = {}
+            for run in (stops, masks):
+                version = scripted.publish(run, source, small_model, 0, broken=True)
+                waiting[run.name] = scripted.submit(run, 1, version)
+            with pytest.raises(Refused, match=r"sample \d+ failed 1 times.*not finite") as stopped:
+                scripted.collect(stops, waiting["stops"])
+            assert "scavenger samples stops --step 1" in str(stopped.value)
+            assert 'on_poison = "mask"' in str(stopped.value)
+            stops.close_run("failed", stopped.value.cause)
+
+            groups = scripted.collect(masks, waiting["masks"])
+            assert all(sample.error and "not finite" in sample.error for group in groups for sample in group.samples)
+            mended = scripted.publish(masks, source, small_model, 1)
+            scripted.commit(masks, 1, version, groups)
+            groups = scripted.collect(masks, scripted.submit(masks, 2, mended))
+            assert all(sample.error is None and sample.tokens for group in groups for sample in group.samples)
+            scripted.commit(masks, 2, mended, groups)
+            masks.close_run("finished")
+        ended = "SELECT r.name, s.state, count(*) FROM samples s JOIN runs r ON r.run_id = s.run_id GROUP BY 1, 2 ORDER BY 1, 2"
+        assert play.ask(site, ended)[:2] == [("masks", "consumed", 2), ("masks", "poisoned", 2)]
+        assert any("not finite" in reason for _, reason in _events(site, "sample_failed"))
+        assert play.ask(site, "SELECT state FROM runs ORDER BY run_id") == [("failed",), ("finished",)]
+        assert reports.check(site.ledger_url) == []
