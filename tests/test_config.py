@@ -1,0 +1,124 @@
+"""A configuration that cannot be used is refused with the file, the key and what is allowed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scavenger.config import read_daemon, read_run
+from scavenger.errors import ConfigError
+
+DAEMON = """
+[daemon]
+state_dir = "state"
+"""
+RUN = """
+[run]
+name = "a"
+steps = 3
+state_dir = "state"
+out_dir = "out"
+[model]
+path = "model"
+context_length = 64
+[sampling]
+max_tokens = 16
+"""
+
+
+def refused(read: object, path: Path) -> str:
+    assert callable(read)
+    with pytest.raises(ConfigError) as caught:
+        read(path)
+    assert caught.value.exit_code == 2
+    assert str(path) in caught.value.cause, "it names the file"
+    return caught.value.cause
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ('colour = "red"', ["unknown key 'daemon.colour'"]),
+        ('heartbeat_s = "1 s"', ["daemon.heartbeat_s", "'1 s'", "valid number"]),
+        ("heartbeat_s = 0", ["daemon.heartbeat_s = 0", "greater than 0"]),
+        ("heartbeat_s = 5.0", ["heartbeat_s < suspect_s < dead_s"]),
+        ("port = 70000", ["daemon.port = 70000", "less than or equal to 65535"]),
+        ("flush_tokens = 2.5", ["daemon.flush_tokens = 2.5", "integer"]),
+        ("flush_ms = 0.5", ["daemon.flush_ms = 0.5", "greater than or equal to 1"]),
+        ('[cluster]\nbackend = "pbs"', ["cluster.backend = 'pbs'", "'slurm'"]),
+        ("[harvest]\nmax_engines = -1", ["harvest.max_engines = -1", "greater than or equal to 0"]),
+        ("[harvest]\nenabled = 7", ["harvest.enabled = 7", "boolean"]),
+        ("[observe]\nport = 1", ["unknown key 'observe'"]),
+    ],
+)
+def test_a_daemon_s_file_is_refused_with_the_key_and_what_is_allowed(tmp_path: Path, more: str, said: list[str]) -> None:
+    path = tmp_path / "scavenger.toml"
+    path.write_text(DAEMON + more)
+    cause = refused(read_daemon, path)
+    assert all(part in cause for part in said), cause
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("steps = 3", "", ["key 'run.steps' is missing"]),
+        ("steps = 3", "steps = 0", ["run.steps = 0", "greater than 0"]),
+        ("steps = 3", 'steps = 3\nsteps_per_day = 4', ["unknown key 'run.steps_per_day'"]),
+        ('name = "a"', 'name = "a b"', ["run.name = 'a b'", "pattern"]),
+        ("max_tokens = 16", "max_tokens = 64", ["sampling.max_tokens must be below model.context_length"]),
+        ("max_tokens = 16", "max_tokens = 16\ntop_p = 0.9", ["allow_truncated = true"]),
+        ("max_tokens = 16", "max_tokens = 16\ntop_k = 40", ["allow_truncated = true"]),
+        ("max_tokens = 16", "max_tokens = 16\ntop_p = 1.5\nallow_truncated = true", ["sampling.top_p = 1.5", "less than or equal to 1"]),
+        ("max_tokens = 16", "max_tokens = 16\ntemperature = 0", ["sampling.temperature = 0", "greater than 0"]),
+        ("max_tokens = 16", 'max_tokens = 16\n[data]\ntask = "jsonl"', ["needs data.path"]),
+        ("max_tokens = 16", "max_tokens = 16\n[data]\nsamples_per_prompt = 1", ["data.samples_per_prompt = 1", "equal to 2"]),
+        ("max_tokens = 16", "max_tokens = 16\n[reserved]\nwindow = 1.2", ["reserved.window = 1.2", "less than or equal to 1"]),
+        ("max_tokens = 16", 'max_tokens = 16\n[weights]\ndtype = "int8"', ["weights.dtype = 'int8'", "'bfloat16'"]),
+    ],
+)
+def test_a_run_s_file_is_refused_with_the_key_and_what_is_allowed(tmp_path: Path, old: str, new: str, said: list[str]) -> None:
+    path = tmp_path / "run.toml"
+    assert old in RUN
+    path.write_text(RUN.replace(old, new))
+    cause = refused(read_run, path)
+    assert all(part in cause for part in said), cause
+
+
+def test_nobody_to_generate_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(RUN.replace("steps = 3", "steps = 3\nharvest = false") + "[reserved]\nworkers = 0\n")
+    assert "somebody must generate" in refused(read_run, path)
+
+
+def test_every_fault_of_a_file_is_told_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(RUN.replace("steps = 3", "steps = -3").replace("context_length = 64", "context = 64"))
+    cause = refused(read_run, path)
+    assert all(part in cause for part in ("run.steps", "unknown key 'model.context'", "key 'model.context_length' is missing"))
+
+
+@pytest.mark.parametrize("read", [read_daemon, read_run])
+def test_a_file_that_is_missing_or_no_toml_is_refused(tmp_path: Path, read: object) -> None:
+    path = tmp_path / "some.toml"
+    assert "No such file" in refused(read, path)
+    path.write_text("[daemon\nstate_dir = ")
+    assert "not TOML" in refused(read, path)
+    path.write_bytes(b"\xff\xfe")
+    assert "not TOML" in refused(read, path)
+
+
+def test_paths_of_a_run_are_relative_to_its_file_and_the_key_stays_unset(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(RUN)
+    config = read_run(path)
+    assert config.run.state_dir == tmp_path / "state"
+    assert config.run.out_dir == tmp_path / "out"
+    assert config.model.path == tmp_path / "model"
+    assert config.run.key is None
+
+
+def test_the_opt_in_to_truncated_sampling_is_enough(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(RUN + "top_p = 0.9\nallow_truncated = true\n")
+    assert read_run(path).sampling.top_p == 0.9
