@@ -81,6 +81,7 @@ class Tracked:
     leaving: Leaving = Leaving.NO
     asked_at: float = 0.0
     why_leaving: str = ""
+    worked: bool = False  # its engine held leases
 
     @property
     def intent_id(self) -> str:
@@ -149,7 +150,8 @@ class Tracker:
             # A hold may be recorded once: only a job last seen waiting has certainly not had the one of its present restart count.
             one.last_hold = state.restart_count - (state.last_state in ("", JobState.PENDING))
             if state.hold_open:
-                one.hold = Hold(state.restart_count, state.node, now)
+                one.hold = Hold(state.restart_count, state.node, state.held_since or now)
+                one.worked = True  # unknown; and if it leaves now, then perhaps because our predecessor asked it to
                 one.last_hold = state.restart_count
             self.intents[one.intent_id] = one
 
@@ -265,7 +267,8 @@ class Tracker:
         lived_s = ended_at - hold.started_at
         if crashed:
             self._blame(draft, one, hold, job, lived_s)
-        elif job.state is JobState.COMPLETED and one.leaving is Leaving.NO and lived_s < SHORT_LIFE_S:
+        elif job.state is JobState.COMPLETED and one.leaving is Leaving.NO and not one.worked and lived_s < SHORT_LIFE_S:
+            # An engine that worked leaves when its run ends, which the router tells it before we know.
             self.health.failed_at_once(f"job {job.job_id} on {hold.node} left by itself after {lived_s:.0f} s", draft.now)
         one.hold = None
 
@@ -367,6 +370,7 @@ class Tracker:
         for intent_id in intent_ids:
             one = self.intents.get(intent_id)
             if one is not None and one.hold is not None:
+                one.worked = True
                 self.health.proved(one.hold.started_at)
 
     def check(self) -> None:

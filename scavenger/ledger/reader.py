@@ -288,6 +288,7 @@ def _job(row: Mapping[str, Any]) -> r.JobState:
         restart_count=row["restart_count"],
         node=row["node"],
         hold_open=bool(row["hold_open"]),
+        held_since=row["held_since"],
     )
 
 

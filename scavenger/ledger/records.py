@@ -369,6 +369,7 @@ class JobState(msgspec.Struct, frozen=True):
     restart_count: int
     node: str
     hold_open: bool
+    held_since: float = 0.0  # Unix s; 0 = unknown, or it holds nothing
 
 
 class Snapshot(msgspec.Struct, frozen=True):

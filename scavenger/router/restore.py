@@ -32,6 +32,17 @@ def restore(core: Core, snapshot: rec.Snapshot) -> None:
         poisoned = next((s for s in group.samples if s.error is not None), None)
         if poisoned is not None and owner.on_poison == "stop":
             owner.stopped = f"sample {poisoned.id} is poisoned"
+    for run in by_id.values():
+        run.step_samples = _newest_step(snapshot.groups, run.id)
+
+
+def _newest_step(groups: tuple[rec.GroupState, ...], run_id: int) -> int:
+    """Samples of the run's newest step: what its fleet is sized for, or its engines would be given back until the next one."""
+    mine = [g for g in _newest_takes(groups) if g.created.run_id == run_id]
+    newest = max(mine, key=lambda g: g.created.group_id, default=None)
+    if newest is None:
+        return 0
+    return sum(len(g.samples) for g in mine if (g.created.purpose, g.created.step) == (newest.created.purpose, newest.created.step))
 
 
 def _newest_takes(groups: tuple[rec.GroupState, ...]) -> list[rec.GroupState]:

@@ -246,6 +246,16 @@ def test_a_given_back_engine_that_ends_is_completed_and_no_failure() -> None:
     assert "no demand" in w.of(rec.JobEnded)[0].reason
 
 
+def test_an_engine_that_worked_and_leaves_with_its_run_is_no_failure_one_that_never_did_is() -> None:
+    for worked in (True, False):
+        w = Watch()
+        w.submit(A, 1)
+        w.see(1, running(start_time=1.0))
+        w.tracker.works([A] if worked else [])
+        w.see(5, ours(A, 1, JobState.COMPLETED, start_time=1.0, end_time=4.0))
+        assert ("died at once" in w.tracker.health.backoff()[1]) == (not worked)
+
+
 def test_only_changes_are_recorded() -> None:
     w = Watch()
     w.submit(A, 1)
@@ -305,6 +315,22 @@ def test_after_a_restart_an_open_hold_goes_on_and_is_not_recorded_twice() -> Non
     assert w.ends == [(1, "preempted")]
     w.see(103, running(job_id=5, restart_count=2))
     assert [r.restart_count for r in w.of(rec.HoldStarted)] == [2]
+
+
+def test_after_a_restart_an_engine_that_dies_lived_since_its_hold_began() -> None:
+    w = Watch()
+    w.tracker.restore([rec.JobState(intended(A), 5, "RUNNING", 0, "node1", True, held_since=20.0)], 100.0)
+    w.see(101, ours(A, 5, JobState.FAILED, exit_code=1, nodes=("node1",), start_time=20.0, end_time=100.5))
+    assert w.tracker.health.backoff() == (0.0, "")
+    [died] = [event for event in w.of(rec.Event) if event.kind == "engine_died"]
+    assert "after 80 s" in died.reason
+
+
+def test_after_a_restart_an_engine_that_leaves_may_have_been_asked_to() -> None:
+    w = Watch()
+    w.tracker.restore([rec.JobState(intended(A), 5, "RUNNING", 0, "node1", True, held_since=90.0)], 100.0)
+    w.see(101, ours(A, 5, JobState.COMPLETED, nodes=("node1",), start_time=90.0, end_time=100.5))
+    assert w.tracker.health.backoff() == (0.0, "")
 
 
 def test_after_a_restart_a_job_that_moved_on_closes_the_old_hold() -> None:

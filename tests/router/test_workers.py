@@ -255,6 +255,15 @@ def test_after_a_restart_the_same_session_goes_on_where_it_was() -> None:
     assert done.samples[0].tokens == chunk_of(1, 1, 1, 0, 8).tokens
 
 
+def test_after_a_restart_in_mid_step_as_many_engines_are_wanted_as_before() -> None:
+    """Otherwise those that are at work would be given back, and wanted again at the next step."""
+    bench, _lease = one_lease()
+    (before,) = bench.router.demand(bench.now)
+    bench.restart()
+    (after,) = bench.router.demand(bench.now)
+    assert after.engines == before.engines > 0
+
+
 def test_after_a_restart_a_session_that_stays_away_loses_its_leases_at_the_next_epoch() -> None:
     bench, lease = one_lease()
     bench.chunk(W1, lease, 0, 3)
