@@ -56,10 +56,10 @@ def check(url: str) -> list[str]:
 
 def _check_revision(engine: sa.Engine) -> list[str]:
     if not sa.inspect(engine).has_table("alembic_version"):
-        return ["it has no tables: run `scavenger ledger upgrade`"]
+        return ["it has no tables: no daemon was started on it"]
     (current,) = rows(engine, "SELECT max(version_num) FROM alembic_version").rows[0]
     wanted = head()
-    return [] if current == wanted else [f"its schema is at revision {current}, not {wanted}: run `scavenger ledger upgrade`"]
+    return [] if current == wanted else [f"its schema is at revision {current}, not {wanted}: start this release's daemon on it"]
 
 
 def _check_storage(engine: sa.Engine) -> list[str]:

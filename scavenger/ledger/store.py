@@ -186,8 +186,12 @@ def _schema_transaction(url: str) -> Iterator[Config]:
 
 
 def upgrade(url: str, revision: str = "head") -> None:
-    """Bring the ledger's schema up to `revision`, in one transaction. Does nothing when it is there already."""
+    """Bring the ledger's schema up to `revision`, in one transaction. Does nothing when it is there already.
+
+    Raises `LedgerError` for a ledger that a newer release has upgraded.
+    """
     with _schema_transaction(url) as config:
+        _require_known(config.attributes["connection"])
         command.upgrade(config, revision)
 
 
@@ -195,6 +199,16 @@ def downgrade(url: str, revision: str) -> None:
     """Take the schema back to `revision` ("base" removes every table), in one transaction."""
     with _schema_transaction(url) as config:
         command.downgrade(config, revision)
+
+
+def _require_known(connection: sa.Connection) -> None:
+    current = MigrationContext.configure(connection).get_current_revision()
+    known = {script.revision for script in ScriptDirectory.from_config(_alembic(None)).walk_revisions()}
+    if current is not None and current not in known:
+        raise LedgerError(
+            f"the ledger's schema is at revision {current}, which this release does not know",
+            "a newer release has upgraded it: install that release again, or use another ledger",
+        )
 
 
 def head() -> str:
@@ -208,5 +222,5 @@ def require_head(connection: sa.Connection) -> None:
     if current != wanted:
         raise LedgerError(
             f"the ledger's schema is at revision {current or 'none'}, this version needs {wanted}",
-            "run `scavenger ledger upgrade` (an older version cannot use a newer ledger)",
+            "start this release's daemon on it, which upgrades it (an older release cannot use a newer ledger)",
         )

@@ -114,6 +114,6 @@ def test_a_ledger_without_tables_is_not_written(url: str) -> None:
     from scavenger.ledger.writer import Writer
 
     writer = Writer(url, "host", 1, "test", lambda: 0.0)
-    with pytest.raises(LedgerError, match="scavenger ledger upgrade"):
+    with pytest.raises(LedgerError, match="start this release's daemon on it"):
         writer.start()
     writer.close()

@@ -1,4 +1,7 @@
-"""A trainer without a model, on `scavenger.client`: publishes given weights, submits prompts, takes what comes. For faults that need no learning."""
+"""A trainer without a model, on `scavenger.client`, for faults that need no learning.
+
+It publishes given weights, submits prompts and takes what comes.
+"""
 
 from __future__ import annotations
 
