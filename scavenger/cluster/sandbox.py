@@ -150,6 +150,11 @@ class SlurmSandbox:
         """Slurm takes the node for lost and requeues its jobs. Its slurmd lives: processes there get TERM, then KILL."""
         self.run("scontrol", "update", f"NodeName={name}", "State=DOWN", "Reason=sandbox")
 
+    def _node_states(self, name: str) -> set[str]:
+        """From scontrol: sinfo goes on showing the old state for a moment."""
+        found = re.search(r"State=(\S+)", self.run("scontrol", "show", "node", name))
+        return {word.strip("*").lower() for word in found[1].split("+")} if found else set()
+
     def lose_node(self, name: str) -> None:
         """The node as if its power were cut: its jobs' processes are gone with no notice, then Slurm is told."""
         for job_id in self.run("squeue", "-h", "-a", "-w", name, "-t", "RUNNING,COMPLETING", "-o", "%A").split():
@@ -160,14 +165,13 @@ class SlurmSandbox:
         """Give a lost node back and wait until its slurmd has answered, about a second; no-op for one that is up."""
         deadline = time.monotonic() + 20
         while True:
-            words = self.run("sinfo", "-h", "-a", "-N", "-n", name, "-O", "StateComplete: ").split()
-            states = {state for word in words for state in word.split("+")}
+            states = self._node_states(name)
             if {"down", "drain", "drained"} & states:
                 self.run("scontrol", "update", f"NodeName={name}", "State=RESUME")
-            elif states and "not_responding" not in states:
+            elif states and not {"not_responding", "completing"} & states:  # a lost job's end may set the node down once more
                 return
             if time.monotonic() > deadline:
-                raise ClusterError(f"node {name} did not come back: {' '.join(words) or 'no such node'}")
+                raise ClusterError(f"node {name} did not come back: {' '.join(sorted(states)) or 'no such node'}")
             time.sleep(0.05)
 
     def kill_steps(self, job_id: int) -> tuple[int, ...]:

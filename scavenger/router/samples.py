@@ -6,7 +6,6 @@ I6 (nothing is dropped: a lost lease puts the sample back into the queue with al
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -105,6 +104,7 @@ def _append(core: Core, worker: Worker, sample: Sample, chunk: Chunk) -> None:
     sample.raw_logprobs += chunk.raw_logprobs
     sample.accepted += len(chunk.tokens) // 4
     sample.chunk_at = core.now
+    sample.largest_flush = max(sample.largest_flush, len(chunk.tokens) // 4)
     core.record(
         rec.ChunkAccepted(
             sample.id, chunk.epoch, chunk.offset, chunk.tokens, chunk.logprobs, chunk.raw_logprobs, chunk.version, worker.id, core.now
@@ -154,15 +154,13 @@ def _end_lease(core: Core, sample: Sample, reason: str, regenerated: int) -> Non
 
 
 def lost_tokens(core: Core, sample: Sample) -> int:
-    """Tokens of the sample that died with its worker: what the last heartbeat named, at least what one flush interval can hold.
+    """At most how many tokens of the sample died with its worker: what the last heartbeat named, or else one flush.
 
-    An upper bound of the second kind is all that can be known of a worker that was killed: the rate of this lease, times `flush_ms`.
+    What a killed worker had generated since its last flush cannot be known; a flush interval holds no more than the largest flush of this
+    lease did, at a steady rate.
     """
-    generated = sample.accepted - sample.lease_offset
-    elapsed = sample.chunk_at - sample.leased_at
-    unflushed = math.ceil(generated / elapsed * core.limits.flush_ms / 1000) if generated and elapsed > 0 else 0
     reported = min(sample.reported, sample.group.sampling.max_tokens)
-    return max(reported - sample.accepted, min(unflushed, core.limits.flush_tokens), 0)
+    return max(reported - sample.accepted, min(sample.largest_flush, core.limits.flush_tokens), 0)
 
 
 def release(core: Core, sample: Sample, reason: str, *, regenerated: int = 0, crashed: bool = False) -> None:
@@ -322,6 +320,7 @@ def _grant(core: Core, sample: Sample, worker: Worker) -> Lease:
     sample.worker_id = sample.last_worker_id = worker.id
     sample.lease_version, sample.lease_offset = sample.group.version, sample.accepted
     sample.leased_at = sample.chunk_at = core.now
+    sample.largest_flush = 0
     sample.reported = sample.accepted
     worker.leases[sample.id] = sample
     run = sample.group.run

@@ -83,6 +83,7 @@ class Sample:
     failed_nodes: set[str] = field(default_factory=set)
     reported: int = 0  # length in the worker's last heartbeat
     chunk_at: float = 0.0
+    largest_flush: int = 0  # tokens of the largest chunk of this lease
 
     def step(self, step: str) -> None:
         """Take one legal step, or raise and change nothing."""

@@ -20,11 +20,11 @@ from tests.system import play
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi]
 
-STEPS = 12
+STEPS = 10
 PACE = 4.0  # tokens a second and sample
 FLUSH_S = 0.1
 PER_ARM = 7
-ENGINES = 4
+ENGINES = 6
 
 
 @dataclass
@@ -39,9 +39,9 @@ class Arm:
 def test_engines_are_lost_in_three_ways_and_training_does_not_notice(
     tmp_path: Path, small_model: Path, undisturbed: play.Result
 ) -> None:
-    options = SiteOptions("slurm", tmp_path, demo_layout(grace_s=10.0), observe_s=0.5, max_engines=ENGINES, harvest={"max_pending": 4})
+    options = SiteOptions("slurm", tmp_path, demo_layout(grace_s=10.0), observe_s=0.5, max_engines=ENGINES, harvest={"max_pending": 6})
     with Site(options) as site:
-        run = play.write_run(site, small_model, run={"steps": STEPS}, engine={"max_batch": 4, "pace": PACE}, checkpoint={"every": 4})
+        run = play.write_run(site, small_model, run={"steps": STEPS}, engine={"max_batch": 3, "pace": PACE}, checkpoint={"every": 4})
         training = play.submit(site, run)
         arms = [Arm("GraceTime=10", 10.0), Arm("GraceTime=0", 0.0), Arm("no notice", 0.0)]
         for arm in arms:
@@ -65,6 +65,9 @@ def _lose_engines(site: Site, arm: Arm) -> None:
         for worker, job, node in play.busy(site):
             if worker not in arm.lost:
                 by_node.setdefault(node, []).append((worker, job))
+        if sum(map(len, by_node.values())) < min(ENGINES - 2, PER_ARM - len(arm.lost)):
+            time.sleep(0.1)  # until enough engines are back at work: losing them one by one takes a requeue each
+            continue
         for node, engines in by_node.items():
             if arm.name == "no notice":
                 for _, job in engines:
