@@ -138,8 +138,8 @@ class Daemon:
         return writer
 
     def _writer_changed(self, state: WriterState, reason: str) -> None:
-        if state is WriterState.OK:
-            log.info("ledger", state=str(state))
+        if state in (WriterState.OK, WriterState.CLOSED):
+            log.info("ledger", state=str(state), reason=reason)
         else:
             log.warning("ledger", state=str(state), reason=reason, remedy=REMEDIES.get(state, ""))
         if state is WriterState.FENCED:

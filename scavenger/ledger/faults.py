@@ -46,7 +46,7 @@ REMEDIES: dict[WriterState, str] = {
     WriterState.STALLED_LOCKED: "end the program that holds the ledger locked; writing goes on by itself",
     WriterState.STALLED_IO: "look at the disk (dmesg); writing is tried again",
     WriterState.LOST_CONNECTION: "start the database or repair the network; writing goes on by itself",
-    WriterState.FENCED: "another daemon owns this ledger now; stop this one",
+    WriterState.FENCED: "another daemon owns this ledger now: let only one daemon run on a ledger",
     WriterState.FAILED: "the ledger cannot go on; see the reason, then restart the daemon",
 }
 

@@ -17,14 +17,14 @@ from scavenger.cluster import procs
 from scavenger.cluster.layout import demo_layout
 from scavenger.cluster.model import JobState
 from scavenger.demo.site import Site, SiteOptions
-from scavenger.errors import Refused
+from scavenger.errors import Fenced, Refused
 from scavenger.ledger import reports
 from scavenger.weights.source import WeightSource
 from tests.system import play, scripted
 
 LAYOUT = demo_layout(grace_s=1.0, requeue_delay_s=0.5)
 #: Silence is believed soon, so that a stopped worker's samples move while the test looks on.
-QUICK = {"heartbeat_s": 0.3, "suspect_s": 1.0, "dead_s": 2.5}
+QUICK = {"heartbeat_s": 0.3, "suspect_s": 1.0, "dead_s": 2.5, "reconnect_s": 5.0}
 OPEN_LEASES = (
     "SELECT l.sample_id, l.epoch, l.worker_id, s.accepted_len FROM leases l JOIN samples s ON s.sample_id = l.sample_id "
     "WHERE l.ended_at IS NULL AND s.accepted_len > l.start_len"
@@ -57,15 +57,17 @@ def test_a_killed_daemon_a_second_daemon_and_a_zombie_engine_change_nothing(
 ) -> None:
     options = SiteOptions("local", tmp_path, LAYOUT, observe_s=0.2, max_engines=2, daemon=QUICK)
     with Site(options) as site:
-        run = play.write_run(site, small_model, run={"steps": 6}, engine={"max_batch": 4, "pace": 10.0})
+        run = play.write_run(site, small_model, engine={"max_batch": 4, "pace": 10.0})
         training = play.submit(site, run)
         play.wait_for("samples in flight with tokens", lambda: play.busy(site))
         _kill_the_daemon(site)
         _start_a_second_daemon(site)
         _stop_an_engine_until_its_samples_are_elsewhere(site)
         play.finish(site, training)
-        assert play.result(site) == undisturbed.until(6)
+        assert play.result(site) == undisturbed.until(4)
         assert not play.jobs_left(site)
+        early = "SELECT reason FROM decisions WHERE action = 'give_back' AND at < (SELECT ended_at FROM runs)"
+        assert play.ask(site, early) == [], "a restarted daemon sent engines away in mid-step"
 
 
 def _kill_the_daemon(site: Site) -> None:
@@ -96,14 +98,14 @@ def _settled(site: Site, leases: list[tuple[int, ...]]) -> bool:
 def _start_a_second_daemon(site: Site) -> None:
     """An admin's mistake: the newer daemon takes the ledger, the older one says so and ends; the run goes on with the newer."""
     with site.second_daemon() as first:
-        assert first.wait(30) == 1
+        assert first.wait(30) == Fenced.exit_code
     assert "another daemon owns this ledger now" in _daemon_log(site)
     assert "let only one daemon run on a ledger" in _daemon_log(site)
 
 
 def _stop_an_engine_until_its_samples_are_elsewhere(site: Site) -> None:
     """SIGSTOP: silence moves its samples. SIGCONT: what it still says is refused with a reason."""
-    worker, job, _ = play.wait_for("an engine at work", lambda: play.busy(site) or _ended(site))[0]
+    worker, job = play.wait_for("an engine at work for this daemon", lambda: _at_work(site))[0]
     pid = _worker_pid(job)
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -121,9 +123,12 @@ def _stop_an_engine_until_its_samples_are_elsewhere(site: Site) -> None:
         assert last <= ended, f"sample {sample} took a chunk of its lost lease"
 
 
-def _ended(site: Site) -> bool:
+def _at_work(site: Site) -> list[tuple[int, int]]:
+    """(worker id, job id) of harvested engines that hold samples and have said something to the newest daemon."""
     assert play.ask(site, "SELECT 1 FROM runs WHERE state <> 'active'") == [], f"the run ended too soon\n{play.logs(site)}"
-    return False
+    [[since]] = play.ask(site, "SELECT max(started_at) FROM generations")
+    heard = {worker for (worker,) in play.ask(site, f"SELECT DISTINCT worker_id FROM chunks WHERE at > {since}")}
+    return [(worker, job) for worker, job, _ in play.busy(site) if worker in heard]
 
 
 def _refusals(site: Site) -> list[tuple[str]]:
