@@ -49,11 +49,13 @@ def demo(
     backend: Annotated[str, typer.Option(help="auto, slurm or local")] = "auto",
     steps: Annotated[int | None, typer.Option(min=1, help="optimizer steps")] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
+    compare: Annotated[bool, typer.Option("--compare", help="a short run twice, undisturbed and preempted: rewards step by step")] = False,
     preempt_every_s: Annotated[float | None, typer.Option(min=0, help="mean seconds between other users' jobs; 0 = none")] = None,
 ) -> None:
     """Run everything on this machine: a private Slurm, preempted engines, a training job that learns."""
     import dataclasses
 
+    from scavenger.demo import compare as comparison
     from scavenger.demo import session
 
     options = session.DemoOptions(out)
@@ -61,7 +63,8 @@ def demo(
     every = options.preempt_every_s if preempt_every_s is None else preempt_every_s
     options = dataclasses.replace(options, backend=_one_of(backend, ("auto", "slurm", "local")), settings=chosen, preempt_every_s=every)
     try:
-        sys.exit(session.run(options, Console(highlight=False)))
+        play = comparison.run if compare else session.run
+        sys.exit(play(options, Console(highlight=False)))
     except KeyboardInterrupt:
         err.print("stopped; nothing is left running")
         sys.exit(130)
@@ -78,6 +81,7 @@ def init(
     directory: Annotated[Path, typer.Argument(help="where scavenger.toml and the state directory go")] = Path(),
     partition: Annotated[str, typer.Option(help="the preemptible partition to harvest")] = "scavenge",
     listen: Annotated[str, typer.Option(help="interface that workers reach")] = "0.0.0.0",
+    ledger: Annotated[str, typer.Option(help="SQLAlchemy URL; default: SQLite in the state directory, on a local disk")] = "",
 ) -> None:
     """Write scavenger.toml and make the keys; existing files are left as they are."""
     from scavenger.demo import toml
@@ -90,7 +94,7 @@ def init(
         print(f"left {path} as it is")
         return
     document: dict[str, dict[str, object]] = {
-        "daemon": {"state_dir": state_dir, "listen": listen, "advertise": os.uname().nodename},
+        "daemon": {"state_dir": state_dir, "listen": listen, "advertise": os.uname().nodename} | ({"ledger": ledger} if ledger else {}),
         "cluster": {"backend": "slurm"},
         "harvest": {"partition": partition},
     }

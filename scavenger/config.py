@@ -18,6 +18,7 @@ Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 
 
@@ -35,7 +36,7 @@ class DaemonSection(Section):
     ledger: str = ""  # SQLAlchemy URL; empty = SQLite at <state_dir>/ledger.sqlite3
     listen: str = "127.0.0.1"  # interface to bind; 0.0.0.0 = every one
     port: Annotated[int, Field(ge=0, le=65535)] = 0  # 0 = the system gives one
-    advertise: str = ""  # host name that workers connect to; empty = `listen`
+    advertise: str = ""  # host name that workers connect to; empty = `listen`, or this host's name for 0.0.0.0
     heartbeat_s: Seconds = 1.0
     suspect_s: Seconds = 4.0  # silence after which a worker gets no new leases
     dead_s: Seconds = 12.0  # silence after which its samples move even without a word from Slurm
@@ -172,7 +173,7 @@ class AlgorithmSection(Section):
 class OptimizerSection(Section):
     lr: Annotated[float, Field(gt=0)] = 1e-4
     warmup_steps: NonNegative = 0
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     clip_norm: Annotated[float, Field(gt=0)] = 1.0
 

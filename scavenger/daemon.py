@@ -173,7 +173,8 @@ class Daemon:
         return await asyncio.to_thread(reader.replay_groups, self._engine, run_id, after_step)
 
     def _announce(self, public: str, port: int, generation: int) -> None:
-        host = self.config.daemon.advertise or self.config.daemon.listen
+        listen = self.config.daemon.listen
+        host = self.config.daemon.advertise or (socket.gethostname() if listen == "0.0.0.0" else listen)
         endpoint = f"tcp://{host}:{port}"
         keys.write_rendezvous(self.state_dir, keys.Rendezvous(endpoint, public, generation, os.getpid(), socket.gethostname()))
         log.info("serving", endpoint=endpoint, generation=generation, ledger=store.parse(self.config.ledger_url).render_as_string())

@@ -61,7 +61,9 @@ class LedgerError(ScavengerError):
 
 
 class Fenced(LedgerError):
-    """A newer generation owns the ledger; this daemon must stop at once."""
+    """A newer generation owns the ledger; this daemon must stop at once, and not be restarted into a ping-pong."""
+
+    exit_code = 4
 
 
 class WeightsError(ScavengerError):

@@ -4,7 +4,8 @@
 
     worker  -> daemon   WorkerHello, then Chunks / Heartbeat / WeightsLoaded / SampleFailed / Asleep / Goodbye
     daemon  -> worker   Welcome or Rejected, then UseWeights / Assign / Revoke / Ack / Sleep / Wake / Drain / GoodbyeAck
-    trainer -> daemon   Call(id, attempt, body), answered by Reply(id, body) with the same id; a call may be repeated: all are idempotent
+    trainer -> daemon   Call(id, attempt, body), answered by Reply(id, body) with the same id; an unanswered call is repeated: all but
+                         OpenRun, which then grants a further attempt, change nothing the second time
     daemon  -> trainer  Reply; GroupDone, Fleet and RunStopped come unasked
 
 Owns the vocabulary, the packing of tokens and the bounds. Knows no socket, no clock and no policy. Token ids travel as little-endian

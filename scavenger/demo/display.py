@@ -55,3 +55,15 @@ def render(figures: Figures | None, *, elapsed_s: float, phase: str, steps: int)
     table.add_row("reward per step", Text(f"{sparkline(rewards, 60, 1.0)} {last}", style="cyan"))
     table.add_row("step", f"{len(trained)} of {steps} · {now.tokens_total:,} tokens generated")
     return Panel(Group(table), title=title, border_style="cyan")
+
+
+def line(figures: Figures | None, *, elapsed_s: float, phase: str, steps: int) -> str:
+    """The same in one plain line, for a log."""
+    if figures is None or not figures.gpus:
+        return f"[{elapsed_s:4.0f} s] {phase}"
+    now, trained = figures.now, figures.trained()
+    reward = f"{trained[-1].metrics.get('reward', 0.0):.3f}" if trained else "-"
+    return (
+        f"[{elapsed_s:4.0f} s] step {len(trained)}/{steps}  reward {reward}  {now.engines_harvested} harvested engines  "
+        f"{now.tokens_in_flight} tokens in flight  {now.preemptions} preemptions  {now.tokens_salvaged} tokens salvaged"
+    )

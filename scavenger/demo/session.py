@@ -27,6 +27,7 @@ from scavenger.errors import ClusterUnavailable, ScavengerError
 from scavenger.ledger import store
 
 REFRESH_S = 0.5
+LINE_S = 5.0
 RUN_NAME = "demo"
 
 
@@ -70,18 +71,59 @@ def run(options: DemoOptions, console: Console) -> int:
     out.mkdir(parents=True, exist_ok=True)
     backend = choose_backend(options.backend, console)
     site_dir = out / time.strftime("run-%Y%m%d-%H%M%S")
-    layout = demo_layout(grace_s=options.grace_s)
     console.print(f"results go to {site_dir}")
-    with Live(console=console, refresh_per_second=4, transient=False) as live, Model(site_dir, options.settings.seed) as model:
-        live.update(display.render(None, elapsed_s=0, phase="booting the cluster, warming up the model", steps=0))
-        with Site(SiteOptions(backend, site_dir, layout, max_engines=options.max_engines)) as site:
-            model.wait()
-            run_toml = _write_run(options, site, model.path)
-            job = site.submit_training(run_toml)
-            others = _others(options, layout.nodes[1:], layout.gpus)
-            _watch(options, site, job, others, live, started)
-            result = _finish(options, site, others, backend, console, started)
-    return result
+    with Model(site_dir, options.settings.seed) as model, Screen(console, options.settings.steps, started) as screen:
+        seen, context = play(options, backend, site_dir, model, screen)
+    _report(options, site_dir, seen, context, console)
+    return 0
+
+
+def play(options: DemoOptions, backend: str, site_dir: Path, model: Model, screen: Screen) -> tuple[figures.Figures, report.Context]:
+    """One run on a site of its own, from boot to the end of the training job; returns what the ledger says of it."""
+    layout = demo_layout(grace_s=options.grace_s)
+    screen.show(None, "booting the cluster, warming up the model")
+    with Site(SiteOptions(backend, site_dir, layout, max_engines=options.max_engines)) as site:
+        model.wait()
+        job = site.submit_training(_write_run(options, site, model.path))
+        others = _others(options, layout.nodes[1:], layout.gpus)
+        _watch(options, site, job, others, screen)
+        engine = store.open_readonly(site.ledger_url)
+        try:
+            seen = figures.read(engine)
+        finally:
+            engine.dispose()
+    waited = max(others.waited.values(), default=None) if others else None
+    ledger = str(site.state_dir / "ledger.sqlite3")
+    took_s = time.monotonic() - screen.started
+    return seen, report.Context(backend, ledger, took_s, len(others.waited) if others else 0, waited, options.grace_s)
+
+
+class Screen:
+    """The live display on a terminal; elsewhere (a pipe, a log) a plain line every few seconds."""
+
+    def __init__(self, console: Console, steps: int, started: float) -> None:
+        self._console = console
+        self._steps = steps
+        self.started = started
+        self._live = Live(console=console, refresh_per_second=4) if console.is_terminal else None
+        self._said_at = -LINE_S
+
+    def __enter__(self) -> Screen:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def show(self, seen: figures.Figures | None, phase: str) -> None:
+        elapsed_s = time.monotonic() - self.started
+        if self._live is not None:
+            self._live.update(display.render(seen, elapsed_s=elapsed_s, phase=phase, steps=self._steps))
+        elif elapsed_s - self._said_at >= LINE_S:
+            self._said_at = elapsed_s
+            self._console.print(display.line(seen, elapsed_s=elapsed_s, phase=phase, steps=self._steps), highlight=False)
 
 
 class Model:
@@ -126,14 +168,14 @@ def _others(options: DemoOptions, nodes: tuple[str, ...], gpus: int) -> Others |
     return Others(stream, next(stream))
 
 
-def _watch(options: DemoOptions, site: Site, job: int, others: Others | None, live: Live, started: float) -> None:
+def _watch(options: DemoOptions, site: Site, job: int, others: Others | None, screen: Screen) -> None:
     """Refresh the display and play the other users until the training job has left the queue."""
     engine = store.open_readonly(site.ledger_url)
     trained_since: float | None = None
     try:
         while True:
             now = time.monotonic()
-            if now - started > options.time_limit_s:
+            if now - screen.started > options.time_limit_s:
                 raise ScavengerError(f"the demo did not end within {options.time_limit_s:.0f} s", f"look at {site.dir / 'train.log'}")
             seen = _read(engine)
             if seen is not None and seen.trained() and trained_since is None:
@@ -142,7 +184,7 @@ def _watch(options: DemoOptions, site: Site, job: int, others: Others | None, li
             if others is not None and trained_since is not None:
                 _arrive(site, others, now - trained_since)
             phase = "training while others take GPUs back" if trained_since else "starting the training job"
-            live.update(display.render(seen, elapsed_s=now - started, phase=phase, steps=options.settings.steps))
+            screen.show(seen, phase)
             if state is not None and state not in (JobState.PENDING, JobState.RUNNING):
                 if state is not JobState.COMPLETED:
                     tail = "\n".join((site.dir / "train.log").read_text(errors="replace").splitlines()[-20:])
@@ -184,26 +226,15 @@ def _arrive(site: Site, others: Others, elapsed_s: float) -> None:
     others.submitted[site.submit_other(arrival.run_s, arrival.gpus, arrival.node)] = time.time()
 
 
-def _finish(options: DemoOptions, site: Site, others: Others | None, backend: str, console: Console, started: float) -> int:
-    engine = store.open_readonly(site.ledger_url)
-    try:
-        seen = figures.read(engine)
-    finally:
-        engine.dispose()
-    ledger = site.state_dir / "ledger.sqlite3"
-    waited = max(others.waited.values(), default=None) if others else None
-    context = report.Context(
-        backend, str(ledger), time.monotonic() - started, len(others.waited) if others else 0, waited, options.grace_s
-    )
-    page = site.dir / "report.html"
-    page.write_text(report.html(seen, context, "demo run", f"{options.settings.steps} steps of GRPO on sorting digits, on {backend}"))
-    picture = Console(record=True, width=118, file=(site.dir / "display.txt").open("w"))
-    phase = "training while others take GPUs back"
-    picture.print(display.render(seen, elapsed_s=context.took_s, phase=phase, steps=options.settings.steps))
-    picture.save_svg(str(site.dir / "display.svg"), title="./scripts/quickstart")
+def _report(options: DemoOptions, site_dir: Path, seen: figures.Figures, context: report.Context, console: Console) -> None:
+    page, steps = site_dir / "report.html", options.settings.steps
+    page.write_text(report.html(seen, context, "demo run", f"{steps} steps of GRPO on sorting digits, on {context.backend}"))
+    with (site_dir / "display.txt").open("w") as file:
+        picture = Console(record=True, width=118, file=file)
+        picture.print(display.render(seen, elapsed_s=context.took_s, phase="a run while others take GPUs back", steps=steps))
+        picture.save_svg(str(site_dir / "display.svg"), title="./scripts/quickstart")
     console.print()
     for name, value in report.summary(seen, context):
         console.print(f"  {name:<28} {value}", highlight=False)
-    console.print(f"\n  report  {page}\n  ledger  {ledger}\n\n  Three queries worth trying:", highlight=False, soft_wrap=True)
-    console.print(report.queries(str(ledger)), highlight=False, soft_wrap=True)
-    return 0
+    console.print(f"\n  report  {page}\n  ledger  {context.ledger_path}\n\n  Three queries worth trying:", highlight=False, soft_wrap=True)
+    console.print(report.queries(context.ledger_path), highlight=False, soft_wrap=True)

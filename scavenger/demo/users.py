@@ -18,7 +18,7 @@ class Arrival:
 
 
 def arrivals(nodes: Sequence[str], gpus_per_node: int, *, every_s: float, run_s: float, seed: int) -> Iterator[Arrival]:
-    """Endless arrivals, on average one every `every_s`; they hit one node after another, mostly whole nodes.
+    """A million arrivals, on average one every `every_s`; they hit one node after another, mostly whole nodes.
 
     A job takes a whole node or all but one GPU of it, so that it meets whatever runs there; it goes on long enough that the engine
     has to come back elsewhere.

@@ -191,12 +191,13 @@ def samples_of_step(
 ) -> tuple[SampleRow, ...]:
     """The samples generated for a step of the newest run called `run`, in the order of prompts; in every state, in flight too.
 
+    `group` chooses one prompt by its index.
     Raises `LedgerError` for an unknown run.
     """
     found = run_by_name(engine, run)
     if found is None:
         raise LedgerError(f"the ledger has no run called {run!r}", "`scavenger ledger report runs` lists them")
-    wanted = {"run_id": found.run_id, "step": step, "group_id": group, "purpose": purpose}
+    wanted = {"run_id": found.run_id, "step": step, "prompt_index": group, "purpose": purpose}
     with _reading(engine) as connection:
         samples = list(_ask(connection, "step_samples", **wanted))
         payloads = _payloads(samples, _ask(connection, "step_chunks", **wanted))

@@ -162,7 +162,7 @@ def _engines_for(run: Run, now: float, silent_s: float) -> tuple[int, str]:
         return 0, "run.harvest = false"
     if not run.versions:
         return 0, "no weights are published yet"
-    if now - run.trainer_seen > silent_s and not run.queue:
+    if now - run.trainer_seen > silent_s and not run.queue and not any(w.leases for w in run.workers.values()):
         return 0, f"its trainer was silent for {silent_s:g} s"
     # Below a quarter of its slots an engine's decode step costs almost as much as a full one: more engines would not help.
     useful = -(-max(run.step_samples, len(run.queue)) // max(1, run.engine.max_batch // 4))

@@ -144,8 +144,8 @@ def test_samples_of_a_step_say_what_they_are_and_who_generated_them(url: str) ->
         ("n0", "reserved", 100, 5, 9),
     ]
     assert (b.finish, b.moves, len(b.logprobs)) == ("length", 0, 4)
-    assert samples_of_step(engine, "sorting", 1, group=10) == (a, b)
-    assert samples_of_step(engine, "sorting", 1, group=11) == ()
+    assert samples_of_step(engine, "sorting", 1, group=0) == (a, b)
+    assert samples_of_step(engine, "sorting", 1, group=1) == ()
     assert samples_of_step(engine, "sorting", 2) == ()
     with pytest.raises(LedgerError, match="no run called"):
         samples_of_step(engine, "other", 1)

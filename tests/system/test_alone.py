@@ -22,9 +22,9 @@ def test_the_step_completes_when_harvested_engines_vanish_after_the_window(
     with Site(options) as site:
         cluster = site.cluster
         assert isinstance(cluster, LocalCluster)
-        run = play.write_run(site, small_model, run={"steps": 4}, engine={"max_batch": 6, "pace": 5.0})
+        run = play.write_run(site, small_model, run={"steps": 3}, engine={"max_batch": 4, "pace": 2.5})
         training = play.submit(site, run)
-        step = play.wait_for("reserved engines asleep, harvested ones at work", lambda: _window_closed(site))
+        step = play.wait_for("reserved engines asleep, harvested ones at work", lambda: _window_closed(site), 60)
         if how.startswith("killed"):
             for node in ("node1", "node2", "node3"):
                 cluster.down_node(node)
@@ -32,7 +32,7 @@ def test_the_step_completes_when_harvested_engines_vanish_after_the_window(
             for node in ("node1", "node2", "node3"):
                 site.submit_other(300, 4, node)
         play.finish(site, training)
-        assert play.result(site) == undisturbed.until(4)
+        assert play.result(site) == undisturbed.until(3)
         woken = play.ask(
             site,
             "SELECT count(*) FROM leases l JOIN samples s ON s.sample_id = l.sample_id JOIN groups g ON g.group_id = s.group_id "
