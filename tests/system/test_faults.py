@@ -228,12 +228,12 @@ def test_job_scripts_that_die_at_once_end_in_quarantine_and_the_run_completes_al
 ) -> None:
     template = tmp_path / "dies.sbatch.j2"
     template.write_text("#!/bin/bash\nexit 1\n")
-    harvest = {"job_template": str(template), "backoff_s": 0.05, "quarantine_after": 2, "max_pending": 1}
+    harvest = {"job_template": str(template), "backoff_s": 0.03, "quarantine_after": 2, "max_pending": 1}
     options = SiteOptions("local", tmp_path / "site", LAYOUT, observe_s=0.2, max_engines=2, harvest=harvest)
     with Site(options) as site:
-        run = play.write_run(site, small_model, engine={"max_batch": 16, "pace": 8.0})
+        run = play.write_run(site, small_model, engine={"max_batch": 16, "pace": 16.0})
         training = play.submit(site, run)
-        play.wait_for("every node to be quarantined", lambda: len(_events(site, "node_quarantined")) == 3)
+        play.wait_for("every node to be quarantined", lambda: len(_events(site, "node_quarantined")) == 3, 60)
         play.finish(site, training)
         assert play.result(site) == undisturbed.until(4)
         assert play.ask(site, "SELECT count(*) FROM workers WHERE kind = 'harvested'") == [(0,)]
