@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import sqlalchemy as sa
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 
 from scavenger.cluster.layout import demo_layout
@@ -74,7 +74,7 @@ def run(options: DemoOptions, console: Console) -> int:
     console.print(f"results go to {site_dir}")
     with Model(site_dir, options.settings.seed) as model, Screen(console, options.settings.steps, started) as screen:
         seen, context = play(options, backend, site_dir, model, screen)
-    _report(options, site_dir, seen, context, console)
+    _report(options, site_dir, seen, context, screen.picture, console)
     return 0
 
 
@@ -107,6 +107,8 @@ class Screen:
         self.started = started
         self._live = Live(console=console, refresh_per_second=4) if console.is_terminal else None
         self._said_at = -LINE_S
+        self.picture: RenderableType | None = None  # the liveliest frame so far: most tokens in flight beside others' jobs
+        self._most = -1
 
     def __enter__(self) -> Screen:
         if self._live is not None:
@@ -119,8 +121,13 @@ class Screen:
 
     def show(self, seen: figures.Figures | None, phase: str) -> None:
         elapsed_s = time.monotonic() - self.started
+        frame = display.render(seen, elapsed_s=elapsed_s, phase=phase, steps=self._steps)
+        if seen is not None and seen.gpus and min(seen.gpus[-1].others, seen.gpus[-1].harvested) > 0:
+            liveliness = seen.now.tokens_in_flight + len(seen.trained()) * self._steps
+            if liveliness > self._most:
+                self._most, self.picture = liveliness, frame
         if self._live is not None:
-            self._live.update(display.render(seen, elapsed_s=elapsed_s, phase=phase, steps=self._steps))
+            self._live.update(frame)
         elif elapsed_s - self._said_at >= LINE_S:
             self._said_at = elapsed_s
             self._console.print(display.line(seen, elapsed_s=elapsed_s, phase=phase, steps=self._steps), highlight=False)
@@ -226,12 +233,14 @@ def _arrive(site: Site, others: Others, elapsed_s: float) -> None:
     others.submitted[site.submit_other(arrival.run_s, arrival.gpus, arrival.node)] = time.time()
 
 
-def _report(options: DemoOptions, site_dir: Path, seen: figures.Figures, context: report.Context, console: Console) -> None:
+def _report(
+    options: DemoOptions, site_dir: Path, seen: figures.Figures, context: report.Context, frame: RenderableType | None, console: Console
+) -> None:
     page, steps = site_dir / "report.html", options.settings.steps
     page.write_text(report.html(seen, context, "demo run", f"{steps} steps of GRPO on sorting digits, on {context.backend}"))
     with (site_dir / "display.txt").open("w") as file:
         picture = Console(record=True, width=118, file=file)
-        picture.print(display.render(seen, elapsed_s=context.took_s, phase="a run while others take GPUs back", steps=steps))
+        picture.print(frame or display.render(seen, elapsed_s=context.took_s, phase="the end of the run", steps=steps))
         picture.save_svg(str(site_dir / "display.svg"), title="./scripts/quickstart")
     console.print()
     for name, value in report.summary(seen, context):
