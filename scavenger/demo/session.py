@@ -38,7 +38,7 @@ class DemoOptions:
     out: Path
     backend: str = "auto"
     grace_s: float = 2.0
-    preempt_every_s: float = 3.5
+    preempt_every_s: float = 4.0
     hold_s: float = 4.0
     max_engines: int = 3
     time_limit_s: float = 420.0
@@ -130,7 +130,8 @@ class Screen:
             self._live.update(frame)
         elif elapsed_s - self._said_at >= LINE_S:
             self._said_at = elapsed_s
-            self._console.print(display.line(seen, elapsed_s=elapsed_s, phase=phase, steps=self._steps), highlight=False)
+            words = display.line(seen, elapsed_s=elapsed_s, phase=phase, steps=self._steps)
+            self._console.print(words, highlight=False, soft_wrap=True)
 
 
 class Model:

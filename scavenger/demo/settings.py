@@ -17,7 +17,7 @@ class DemoSettings:
     samples_per_prompt: int = 8
     eval_problems: int = 256
     max_batch: int = 96
-    pace: float = 3.5
+    pace: float = 4.0
     lr: float = 2e-4
     warmup_steps: int = 5
     window: float = 0.35
