@@ -1,5 +1,5 @@
 -- Which harvested engines were lost, with notice or none, and how many tokens of one sample had to be generated again at most?
--- The promise: none with notice, at most one flush interval (worker.flush_tokens) of each sample without.
+-- The promise: none with notice, at most one flush interval (daemon.flush_tokens) of each sample without.
 SELECT w.worker_id, r.name AS run, w.node, w.job_id, w.incarnation, COALESCE(NULLIF(h.reason, ''), 'not ended') AS hold_ended,
        w.reason AS worker_left, CASE WHEN w.notice THEN 'notice' ELSE 'none' END AS notice, w.samples AS samples_in_flight,
        w.salvaged AS tokens_salvaged, w.regenerated AS tokens_regenerated,
