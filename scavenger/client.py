@@ -147,9 +147,9 @@ class Run:
 
     # ---------------------------------------------------------------- what a trainer does
 
-    def publish(self, step: int, manifest: Manifest, source: wire.WeightSource) -> None:
+    def publish(self, step: int, manifest: Manifest, *sources: wire.WeightSource) -> None:
         """Offer a version, whose number is `manifest.version`, greater than every one before. The two newest stay announced."""
-        body = wire.PublishVersion(manifest.version, step, manifest.root, manifests.encode(manifest), source, manifest.total_nbytes)
+        body = wire.PublishVersion(manifest.version, step, manifest.root, manifests.encode(manifest), sources, manifest.total_nbytes)
         self.call(body)
         self._published[manifest.version] = body
         for old in sorted(self._published)[:-2]:

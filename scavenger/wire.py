@@ -140,6 +140,7 @@ class WorkerHello(Message, frozen=True):
     pid: int
     loaded_version: int = -1
     held: tuple[Held, ...] = ()
+    slot: str = ""  # which reserved engine of its training job; a new session in the same slot proves the earlier one dead
 
 
 class Chunks(Message, frozen=True):
@@ -186,10 +187,14 @@ class Asleep(Message, frozen=True):
 
 
 class Goodbye(Message, frozen=True):
-    """Everything generated was flushed before this message; the worker leaves when acked or after its deadline."""
+    """Everything generated was flushed before this message; the worker leaves when acked or after its deadline.
+
+    `notice`: it was asked to leave (SIGTERM, Drain). `failed`: its engine died; what it held counts as having killed it.
+    """
 
     reason: str
     notice: bool
+    failed: bool = False
 
 
 # ---------------------------------------------------------------- daemon -> worker
@@ -304,13 +309,13 @@ class Attach(Message, frozen=True):
 
 
 class PublishVersion(Message, frozen=True):
-    """Offer a weight version. Repeating it with the same root re-announces its source (after a daemon restart)."""
+    """Offer a weight version. Repeating it with the same root re-announces its sources (after a daemon restart)."""
 
     version: int
     step: int
     root: bytes
     manifest: bytes
-    source: WeightSource
+    sources: tuple[WeightSource, ...]
     nbytes: int = 0  # of the weights, for the ledger
 
 

@@ -77,7 +77,7 @@ class Harvester:
         unregister: Callable[[str], None],
         clock: Callable[[], float],
         leave_s: float = LEAVE_S,
-        token: Callable[[], str] = lambda: secrets.token_hex(4),
+        token: Callable[[], str] = lambda: secrets.token_hex(8),
     ) -> None:
         self.config, self.cluster, self.uid = config, cluster, uid
         self._commit, self._write, self._post = commit, write, post
@@ -87,7 +87,7 @@ class Harvester:
         self._clock, self._leave_s, self._token = clock, leave_s, token
         self._template = read_template(config.harvest.job_template)
         probe = Submit(0, "probe", config.harvest.partition, 1, "")
-        job_spec(config, self._template, config.cluster.backend, uid, sights.intent_name("00000000"), probe)  # a bad template shows now
+        job_spec(config, self._template, config.cluster.backend, uid, sights.intent_name("0" * 16), probe)  # a bad template shows now
         self._state_dir = config.daemon.state_dir
         self.tracker = Tracker(rules_of(config, uid, pwd.getpwuid(os.getuid()).pw_name))
         self.view: ClusterView | None = None  # the last complete observation, for the display

@@ -97,7 +97,7 @@ CRASHES = frozenset({JobState.FAILED, JobState.OUT_OF_MEMORY})
 _HOLDS_BACK = frozenset({JobFlag.REQUEUE_HOLD, JobFlag.SPECIAL_EXIT})
 _LEFT_ON_NOTICE = (128 + 15, 75)  # TERM, or EX_TEMPFAIL: what our worker exits with when it was told to go
 _KILLED = (0, 128 + 9, *_LEFT_ON_NOTICE)
-_INTENT = re.compile(r"scv-[0-9a-f]{8}")
+_INTENT = re.compile(r"scv-[0-9a-f]{16}")
 
 
 class IllegalStage(ScavengerError):
@@ -105,10 +105,10 @@ class IllegalStage(ScavengerError):
 
 
 def intent_name(token: str) -> str:
-    """The intent id for eight random hex digits. It is the job's name too: plugins rewrite comments."""
+    """The intent id for sixteen random hex digits. It is the job's name too: plugins rewrite comments."""
     name = f"scv-{token}"
     if not _INTENT.fullmatch(name):
-        raise ValueError(f"not eight hex digits: {token!r}")
+        raise ValueError(f"not sixteen hex digits: {token!r}")
     return name
 
 

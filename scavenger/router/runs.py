@@ -136,7 +136,7 @@ def _open(core: Core, conn: int, identity: Identity, call: Call, body: OpenRun, 
     run.conn, run.opening, run.resume_step = None, (conn, call.id, body), body.resume_step
     run.stopped, run.ended, run.trainer_seen, run.fleet = "", False, core.now, None
     for version in run.versions.values():
-        version.source = None  # its bytes died with the trainer that served them
+        version.sources = ()  # its bytes died with the trainer that served them
     for group in list(run.by_key.values()):
         if group.purpose == "eval" or group.step <= body.resume_step:
             sm.supersede(core, group, f"attempt {run.attempt} starts at step {body.resume_step}")
@@ -174,11 +174,11 @@ def _attach(core: Core, conn: int, run: Run, body: Attach) -> ReplyBody:
 def _publish(core: Core, run: Run, body: PublishVersion) -> ReplyBody:
     known = run.versions.get(body.version)
     if known is not None and known.root == body.root:
-        known.source, known.manifest = body.source, body.manifest  # the manifest of an old version was let go
+        known.sources, known.manifest = body.sources, body.manifest  # the manifest of an old version was let go
         return Ok()
     if body.version < run.next_version:
         return Denied("invalid", f"version {body.version} was used before", f"the next one is {run.next_version}")
-    run.versions[body.version] = Version(body.version, body.step, body.root, body.manifest, body.source)
+    run.versions[body.version] = Version(body.version, body.step, body.root, body.manifest, body.sources)
     run.next_version = body.version + 1
     core.record(
         rec.VersionPublished(run.id, body.version, body.step, run.attempt, body.root, body.manifest, body.nbytes, core.now)
@@ -337,7 +337,7 @@ def _retire_versions(run: Run, keep: int = 4) -> None:
     for version in sorted(run.versions)[:-keep]:
         if version not in used:
             run.versions[version].manifest = b""
-            run.versions[version].source = None
+            run.versions[version].sources = ()
 
 
 def _set_reserved(core: Core, run: Run, body: SetReserved) -> ReplyBody:

@@ -336,5 +336,5 @@ def _grant(core: Core, sample: Sample, worker: Worker) -> Lease:
 
 def target_version(run: Run) -> int:
     """The version that the run's workers shall hold: the oldest one that still has samples to generate, else the newest."""
-    wanted = [v for v in run.queue.versions() | run.leased.keys() if v in run.versions and run.versions[v].source is not None]
+    wanted = [v for v in run.queue.versions() | run.leased.keys() if v in run.versions and run.versions[v].sources]
     return min(wanted, default=max(run.versions, default=-1))

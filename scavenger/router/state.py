@@ -141,7 +141,7 @@ class Version:
     step: int
     root: bytes
     manifest: bytes
-    source: WeightSource | None = None  # None: published before the daemon restarted, not announced again yet
+    sources: tuple[WeightSource, ...] = ()  # none: published before the daemon restarted, not announced again yet
 
 
 @dataclass(slots=True)

@@ -313,14 +313,14 @@ def steer(core: Core, worker: Worker) -> None:
     version = worker.run.versions.get(wanted)
     if version is None:
         return
-    if wanted == worker.loaded_version and (wanted == worker.asked_version or version.source is None):
+    if wanted == worker.loaded_version and (wanted == worker.asked_version or not version.sources):
         if worker.status is not WorkerStatus.READY or worker.asked_version != wanted:
             worker.status, worker.asked_version, worker.run.dirty = WorkerStatus.READY, wanted, True
         return
-    if version.source is None or worker.asked_version == wanted or (worker.load_failures and core.now - worker.asked_at < RETRY_LOAD_S):
+    if not version.sources or worker.asked_version == wanted or (worker.load_failures and core.now - worker.asked_at < RETRY_LOAD_S):
         return
     worker.asked_version, worker.asked_at, worker.status, worker.run.dirty = wanted, core.now, WorkerStatus.LOADING, True
-    core.send_durable(worker.conn, UseWeights(wanted, version.manifest, (version.source,)))  # behind its Welcome
+    core.send_durable(worker.conn, UseWeights(wanted, version.manifest, version.sources))  # behind its Welcome
 
 
 def drain(core: Core, worker: Worker, reason: str) -> None:

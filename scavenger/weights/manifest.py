@@ -43,7 +43,7 @@ class Manifest(msgspec.Struct, frozen=True):
     """`root` is the hash of everything but `version` and `parents`: equal roots are equal weights, whatever their numbers."""
 
     version: int
-    parents: tuple[int, ...]
+    parents: tuple[bytes, ...]  # root hashes of the versions that a delta may start from
     tensors: tuple[Tensor, ...]
     total_nbytes: int
     chunk_nbytes: int
@@ -67,7 +67,7 @@ def _root(tensors: Sequence[Tensor], total: int, chunk_nbytes: int, hashes: Sequ
 def build(
     version: int,
     tensors: Mapping[str, tuple[str, tuple[int, ...], memoryview]],
-    parents: tuple[int, ...] = (),
+    parents: tuple[bytes, ...] = (),
     chunk_nbytes: int = CHUNK_NBYTES,
 ) -> tuple[Manifest, bytearray]:
     """Lay `name -> (dtype, shape, bytes)` out as a blob and hash it. Returns the manifest and the blob."""

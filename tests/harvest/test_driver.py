@@ -334,18 +334,18 @@ def test_a_restarted_daemon_adopts_its_jobs_cancels_strangers_and_leaves_others_
             await until("it holds", lambda: world.of(rec.HoldStarted))
         [intended] = world.of(rec.JobIntended)
         [submitted] = world.of(rec.JobSubmitted)
-        stranger = "scv-ffffffff"
+        stranger = "scv-00000000ffffffff"
         port = world.site
         lost = port.submit(spec("scavenge", 1, name=stranger, comment=comment_of(UID, stranger)))
-        other = port.submit(spec("scavenge", 1, name="scv-eeeeeeee", comment=comment_of("00000000", "scv-eeeeeeee")))
-        keys.write_keypair(keys.worker_key_path(world.state_dir, "scv-dddddddd"), keys.generate())
+        other = port.submit(spec("scavenge", 1, name="scv-00000000eeeeeeee", comment=comment_of("00000000", "scv-00000000eeeeeeee")))
+        keys.write_keypair(keys.worker_key_path(world.state_dir, "scv-00000000dddddddd"), keys.generate())
 
         world.said.clear()
         world.allowed.clear()
         second = world.harvester()
         second.restore([rec.JobState(intended, submitted.job_id, "RUNNING", 0, "node1", True)])
         assert world.allowed[intended.worker_key].run == "run"
-        assert not keys.worker_key_path(world.state_dir, "scv-dddddddd").exists()
+        assert not keys.worker_key_path(world.state_dir, "scv-00000000dddddddd").exists()
         async with running(second):
             await until("the stranger is cancelled", lambda: lost not in {job.job_id for job in world.jobs()})
             n = len(world.of(rec.ClusterSampled))

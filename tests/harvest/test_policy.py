@@ -25,7 +25,7 @@ def demand(engines: int, run_id: int = 1, gpus: int = 1) -> Demand:
 
 
 def mine(n: int, *, waits: bool = False, **more: Any) -> OurJob:
-    return OurJob(f"scv-{n:08x}", more.pop("run_id", 1), more.pop("job_id", 100 + n), more.pop("gpus", 1), waits,
+    return OurJob(f"scv-{n:016x}", more.pop("run_id", 1), more.pop("job_id", 100 + n), more.pop("gpus", 1), waits,
                   connected=more.pop("connected", not waits), **more)  # fmt: skip
 
 

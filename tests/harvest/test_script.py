@@ -14,7 +14,7 @@ from scavenger.errors import ConfigError
 from scavenger.harvest.policy import Submit
 from scavenger.harvest.script import job_spec, read_template
 
-INTENT = "scv-0000000a"
+INTENT = "scv-000000000000000a"
 SUBMIT = Submit(1, "my run; touch oops", "scavenge", 2, "because", exclude=("node3",))
 
 

@@ -17,7 +17,7 @@ from scavenger.harvest.tracker import Output, Rules, Tracker
 from scavenger.ledger import records as rec
 from tests.harvest.views import UID, USER, intended, node, ours, view
 
-A, B = "scv-0000000a", "scv-0000000b"
+A, B = "scv-000000000000000a", "scv-000000000000000b"
 RULES = Rules(UID, USER, absent_s=30.0, health=HealthRules(quarantine_after=3, quarantine_s=600.0, backoff_s=5.0))
 COMPLETING = frozenset({JobFlag.COMPLETING})
 
@@ -374,7 +374,7 @@ def test_jobs_that_die_at_once_back_off_and_then_their_node_is_quarantined() -> 
     w = Watch()
     waits = []
     for n, at in enumerate((0.0, 10.0, 30.0)):
-        intent = f"scv-{n:08x}"
+        intent = f"scv-{n:016x}"
         w.submit(intent, n + 1, at)
         w.see(at + 2, ours(intent, n + 1, JobState.FAILED, exit_code=1, nodes=("node2",), start_time=at + 1, end_time=at + 2))
         waits.append(w.tracker.health.backoff()[0] - (at + 2))

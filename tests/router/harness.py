@@ -363,7 +363,7 @@ class Bench:
 
     def publish(self, version: int = 1, step: int = 0, root_of: int | None = None) -> ReplyBody | None:
         named = root(version if root_of is None else root_of)
-        return self.call(PublishVersion(version, step, named, b"manifest", SOURCE))
+        return self.call(PublishVersion(version, step, named, b"manifest", (SOURCE,)))
 
     def submit(
         self, step: int = 1, version: int = 1, groups: tuple[GroupSpec, ...] | None = None, purpose: str = "train"

@@ -512,7 +512,7 @@ class SimTrainer:
         if self.phase == "open":
             self.call(open_body(self.checkpoint, job_id=self.job))
         elif self.phase == "publish":
-            self.call(PublishVersion(self.next_version, self.step - 1, self.root(), b"m", SOURCE))
+            self.call(PublishVersion(self.next_version, self.step - 1, self.root(), b"m", (SOURCE,)))
         elif self.phase == "submit":
             self.call(SubmitGroups(self.step, self.version, "train", groups))
         elif len(self.have) == len(self.submitted):

@@ -128,7 +128,7 @@ def replace_seed(seed: int):  # type: ignore[no-untyped-def]
 
 def test_a_call_over_an_unattached_connection_is_asked_to_attach() -> None:
     bench = started()
-    for body in (Ping(), SubmitGroups(2, 1, "train", specs(1)), PublishVersion(2, 1, b"r", b"m", SOURCE)):
+    for body in (Ping(), SubmitGroups(2, 1, "train", specs(1)), PublishVersion(2, 1, b"r", b"m", (SOURCE,))):
         assert bench.call(body, conn=9) is None
         assert len(bench.take(9, HelloAgain)) == 1
 

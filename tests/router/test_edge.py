@@ -43,7 +43,7 @@ def open_run(client: Client, daemon: LiveDaemon, resume_step: int = 0) -> Run:
 
 def publish(run: Run, version: int, step: int = 0) -> None:
     """A version whose root is the harness's: its bytes are of no interest here."""
-    run.call(body := wire.PublishVersion(version, step, root(version), b"manifest", SOURCE))
+    run.call(body := wire.PublishVersion(version, step, root(version), b"manifest", (SOURCE,)))
     run._published[version] = body
 
 
