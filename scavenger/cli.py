@@ -84,7 +84,7 @@ def init(
     ledger: Annotated[str, typer.Option(help="SQLAlchemy URL; default: SQLite in the state directory, on a local disk")] = "",
 ) -> None:
     """Write scavenger.toml and make the keys; existing files are left as they are."""
-    from scavenger.demo import toml
+    from scavenger import toml
 
     directory.mkdir(parents=True, exist_ok=True)
     path, state_dir = directory / "scavenger.toml", (directory / "state").resolve()

@@ -18,10 +18,11 @@ import sqlalchemy as sa
 from rich.console import Console, RenderableType
 from rich.live import Live
 
+from scavenger import toml
 from scavenger.cluster.layout import demo_layout
 from scavenger.cluster.model import Job, JobState
 from scavenger.cluster.sandbox import missing_slurm
-from scavenger.demo import display, figures, report, settings, toml, users
+from scavenger.demo import display, figures, report, settings, users
 from scavenger.demo.site import Site, SiteOptions
 from scavenger.errors import ClusterUnavailable, ScavengerError
 from scavenger.ledger import store

@@ -19,14 +19,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from scavenger import keys, resources
+from scavenger import keys, resources, toml
 from scavenger.cluster.layout import Layout, demo_layout
 from scavenger.cluster.local import LocalCluster, LocalServer
 from scavenger.cluster.model import JobSpec
 from scavenger.cluster.port import Cluster
 from scavenger.cluster.sandbox import SlurmSandbox
 from scavenger.cluster.slurm import SlurmCluster
-from scavenger.demo import toml
 from scavenger.errors import ClusterError, ClusterUnavailable, ScavengerError
 
 START_S = 30.0

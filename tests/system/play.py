@@ -11,8 +11,8 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from scavenger import toml
 from scavenger.cluster.model import Job, JobState
-from scavenger.demo import toml
 from scavenger.demo.site import Site
 from scavenger.errors import ClusterUnavailable
 from scavenger.ledger import reports, store

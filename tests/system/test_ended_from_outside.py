@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from scavenger import toml
 from scavenger.cluster import procs
 from scavenger.cluster.layout import demo_layout
 from scavenger.cluster.model import JobState
-from scavenger.demo import toml
 from scavenger.demo.site import Site, SiteOptions, daemon_document
 from scavenger.ledger import reports
 from scavenger.weights.source import WeightSource

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import structlog
 
-from scavenger import cli, keys
+from scavenger import cli, keys, toml
 from scavenger.cluster.local import LocalServer
-from scavenger.demo import toml
 from trainer import launch
 
 BAD_CONFIG, REFUSED = 2, 1

@@ -1,4 +1,4 @@
-"""Writes the small TOML documents that the demo and `scavenger init` make. The standard library only reads TOML."""
+"""Writes the small TOML documents that `scavenger init` and the demo make. The standard library only reads TOML."""
 
 from __future__ import annotations
 
