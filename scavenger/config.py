@@ -41,6 +41,9 @@ class DaemonSection(Section):
     suspect_s: Seconds = 4.0  # silence after which a worker gets no new leases
     dead_s: Seconds = 12.0  # silence after which its samples move even without a word from Slurm
     reconnect_s: Seconds = 15.0  # how long a restarted daemon waits for the holders of open leases
+    engine_stalled_s: Seconds = 300.0  # an engine that answers and moves none of its samples for so long is given up
+    trainer_silent_s: Seconds = 60.0  # silence of a trainer after which no engines are wanted when nothing waits for them
+    trainer_gone_s: Seconds = 600.0  # silence of a trainer after which no engines are wanted whatever waits for them
     flush_ms: Annotated[float, Field(ge=1, le=10_000)] = 100.0
     flush_tokens: Positive = 32
 
@@ -48,6 +51,8 @@ class DaemonSection(Section):
     def _ordered(self) -> DaemonSection:
         if not self.heartbeat_s < self.suspect_s < self.dead_s:
             raise ValueError("heartbeat_s < suspect_s < dead_s must hold")
+        if self.trainer_silent_s > self.trainer_gone_s:
+            raise ValueError("trainer_silent_s <= trainer_gone_s must hold")
         return self
 
 

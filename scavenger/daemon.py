@@ -52,7 +52,10 @@ def ledger_uid(server_public_key: str) -> str:
 
 def limits_of(config: DaemonConfig) -> Limits:
     d = config.daemon
-    return Limits(d.heartbeat_s, d.suspect_s, d.dead_s, d.reconnect_s, d.flush_ms, d.flush_tokens)
+    return Limits(
+        d.heartbeat_s, d.suspect_s, d.dead_s, d.reconnect_s, d.flush_ms, d.flush_tokens,
+        trainer_silent_s=d.trainer_silent_s, trainer_gone_s=d.trainer_gone_s, stalled_s=d.engine_stalled_s,
+    )  # fmt: skip
 
 
 class Daemon:

@@ -121,8 +121,12 @@ class Router:
         if absent > core.limits.suspect_s:
             for worker in core.workers.values():
                 worker.last_seen = min(core.now, worker.last_seen + absent)
+                worker.moved_at = min(core.now, worker.moved_at + absent)
             for run in core.runs.values():
                 run.trainer_seen = min(core.now, run.trainer_seen + absent)
+        if core.unsettled and core.now - core.committed_at > core.limits.suspect_s:
+            for worker in core.workers.values():
+                worker.moved_at = core.now  # the disk stands still, and with it what was not acknowledged: no engine hangs
         for worker in list(self.core.workers.values()):
             workers.watch(self.core, worker)
 
@@ -130,7 +134,7 @@ class Router:
         """How many harvested engines each run can use. Between two steps it is what the last step could use: engines stay."""
         wanted = []
         for run in sorted(self.core.runs.values(), key=lambda r: r.id):
-            engines, reason = _engines_for(run, now, self.core.limits.trainer_silent_s)
+            engines, reason = _engines_for(run, now, self.core.limits)
             wanted.append(Demand(run.id, run.name, engines, run.gpus_per_engine, reason))
         return wanted
 
@@ -155,15 +159,18 @@ def _may_change_anything(event: RouterEvent) -> bool:
     return not isinstance(event, Committed | Tick)
 
 
-def _engines_for(run: Run, now: float, silent_s: float) -> tuple[int, str]:
+def _engines_for(run: Run, now: float, limits: Limits) -> tuple[int, str]:
     if run.ended or run.stopped:
         return 0, "the run is over"
     if not run.harvest:
         return 0, "run.harvest = false"
     if not run.versions:
         return 0, "no weights are published yet"
-    if now - run.trainer_seen > silent_s and not run.queue and not any(w.leases for w in run.workers.values()):
-        return 0, f"its trainer was silent for {silent_s:g} s"
+    silent = now - run.trainer_seen
+    if silent > limits.trainer_gone_s:
+        return 0, f"its trainer was silent for {limits.trainer_gone_s:g} s: it is taken for dead"
+    if silent > limits.trainer_silent_s and not run.queue and not any(w.leases for w in run.workers.values()):
+        return 0, f"its trainer was silent for {limits.trainer_silent_s:g} s"
     # Below a quarter of its slots an engine's decode step costs almost as much as a full one: more engines would not help.
     useful = -(-max(run.step_samples, len(run.queue)) // max(1, run.engine.max_batch // 4))
     engines = min(run.max_engines, useful)

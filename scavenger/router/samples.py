@@ -170,14 +170,19 @@ def release(core: Core, sample: Sample, reason: str, *, regenerated: int = 0, cr
     if worker is not None:
         _end_lease(core, sample, reason, regenerated)
     run = sample.group.run
-    if crashed and worker is not None:
-        sample.failures += 1
-        sample.failed_nodes.add(worker.node)
-        # A site of one node could never reach `poison_after` different ones.
-        if len(sample.failed_nodes) >= run.poison_after or sample.failures >= 3 * run.poison_after:
-            poison(core, sample, reason)
-            return
+    if crashed and worker is not None and charge(core, sample, worker.node):
+        poison(core, sample, reason)
+        return
     run.queue.add(sample)
+
+
+def charge(core: Core, sample: Sample, node: str) -> bool:
+    """Count an engine's death on `node` against the sample that it held; True when these were too many."""
+    sample.failures += 1
+    sample.failed_nodes.add(node)
+    enough = sample.group.run.poison_after
+    # A site of one node could never reach `poison_after` different ones.
+    return len(sample.failed_nodes) >= enough or sample.failures >= 3 * enough
 
 
 def poison(core: Core, sample: Sample, reason: str) -> None:

@@ -175,6 +175,7 @@ class Run:
     step_samples: int = 0  # samples of the newest submitted step: what the fleet is sized for
     trainer_seen: float = 0.0
     fleet: Fleet | None = None  # last one sent
+    silenced: dict[str, Silenced] = field(default_factory=dict)  # slot -> what a reserved engine held when it fell silent for good
 
 
 @dataclass(slots=True)
@@ -202,6 +203,18 @@ class Worker:
     leases: dict[int, Sample] = field(default_factory=dict)
     notice: bool = False
     idle_since: float = 0.0
+    slot: str = ""
+    attempt: int = 0  # of the run, when the worker greeted last; 0: before the daemon restarted
+    moved_at: float = 0.0  # when its engine was last seen to do anything
+
+
+@dataclass(frozen=True, slots=True)
+class Silenced:
+    """A reserved engine that was given up for its silence, and the samples that it held."""
+
+    attempt: int
+    node: str
+    samples: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +228,8 @@ class Limits:
     flush_ms: float = 100.0
     flush_tokens: int = 32
     trainer_silent_s: float = 60.0
+    trainer_gone_s: float = 600.0
+    stalled_s: float = 300.0
 
 
 class Core:
@@ -230,6 +245,7 @@ class Core:
         self.by_conn: dict[int, Worker] = {}
         self.departed: OrderedDict[int, None] = OrderedDict()  # connections that said goodbye: the newest of them
         self.ticked_at: float | None = None
+        self.committed_at = 0.0
         self.next_run_id = self.next_group_id = self.next_sample_id = self.next_worker_id = 1
         self.counters: dict[str, int] = {}
         self.now = 0.0
@@ -297,6 +313,7 @@ class Core:
     def settle(self, ticket: int) -> list[tuple[Sample, int]]:
         """Records up to `ticket` are durable: release what waited for them; returns (sample, durable length) pairs."""
         self._settled = max(self._settled, ticket)
+        self.committed_at = self.now
         lengths: list[tuple[Sample, int]] = []
         while self._awaiting and next(iter(self._awaiting)) <= ticket:
             lengths.extend(self._awaiting.popitem(last=False)[1])

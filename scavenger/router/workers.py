@@ -9,7 +9,7 @@ from __future__ import annotations
 from scavenger.ledger import records as rec
 from scavenger.router import samples as sm
 from scavenger.router.events import Identity
-from scavenger.router.state import Core, Run, Sample, SampleStatus, Worker, WorkerStatus
+from scavenger.router.state import Core, Run, Sample, SampleStatus, Silenced, Worker, WorkerStatus
 from scavenger.wire import (
     OLDEST_PROTOCOL,
     PROTOCOL,
@@ -57,6 +57,7 @@ def hello(core: Core, conn: int, identity: Identity, hello: WorkerHello) -> None
     if worker is None:
         for other in _siblings(run, identity):
             gone(core, other, "a later incarnation greeted", crashed=False)
+        _slot_taken(core, run, hello)
         worker = _join(core, conn, identity, hello, run)
     else:
         _disconnect(core, worker)
@@ -64,6 +65,7 @@ def hello(core: Core, conn: int, identity: Identity, hello: WorkerHello) -> None
         if worker.status is WorkerStatus.AWAY:
             worker.status = WorkerStatus.LOADING
     core.by_conn[conn] = worker
+    worker.moved_at, worker.attempt = core.now, run.attempt
     core.departed.pop(conn, None)
     limits = core.limits
     core.send_durable(
@@ -80,6 +82,24 @@ def hello(core: Core, conn: int, identity: Identity, hello: WorkerHello) -> None
 def _siblings(run: Run, identity: Identity) -> list[Worker]:
     """Earlier processes of the same harvested job."""
     return [w for w in run.workers.values() if identity.intent_id and w.intent_id == identity.intent_id]
+
+
+def _slot_taken(core: Core, run: Run, hello: WorkerHello) -> None:
+    """Another process greets as a reserved engine that never said goodbye: that one is dead, and what it held may have killed it.
+
+    Where the trainer is another by now, the whole job died, and the engine with it.
+    """
+    if hello.kind != "reserved" or not hello.slot:
+        return
+    for other in [w for w in run.workers.values() if w.kind == "reserved" and w.slot == hello.slot]:
+        gone(core, other, "another engine greeted in its slot", crashed=other.attempt == run.attempt)
+    lost = run.silenced.pop(hello.slot, None)
+    if lost is None or lost.attempt != run.attempt:
+        return
+    for sample_id in lost.samples:
+        sample = core.samples.get(sample_id)
+        if sample is not None and not sample.done and sm.charge(core, sample, lost.node):
+            sm.poison(core, sample, "its reserved engine was started again")
 
 
 def _disconnect(core: Core, worker: Worker) -> None:
@@ -102,7 +122,8 @@ def _hello_fault(core: Core, identity: Identity, hello: WorkerHello) -> Rejected
             f"protocol {hello.protocol}: this daemon speaks {OLDEST_PROTOCOL} to {PROTOCOL}", "run workers and daemon of one release"
         )
     numbers = (hello.incarnation, hello.job_id, hello.gpus)
-    if not all(0 <= n < _INT_LIMIT for n in numbers) or max(map(len, (hello.session, hello.node, hello.engine))) > 256 or not hello.session:
+    names = (hello.session, hello.node, hello.engine, hello.slot)
+    if not all(0 <= n < _INT_LIMIT for n in numbers) or max(map(len, names)) > 256 or not hello.session:
         return Rejected("a hello with values that cannot be", "run workers and daemon of one release")
     if identity.role == "worker" and identity.run != hello.run:
         return Rejected(f"this key was minted for another run than {hello.run!r}", "start the worker with its own key file")
@@ -124,7 +145,7 @@ def _hello_fault(core: Core, identity: Identity, hello: WorkerHello) -> Rejected
 def _join(core: Core, conn: int, identity: Identity, hello: WorkerHello, run: Run) -> Worker:
     worker = Worker(
         core.next_worker_id, run, hello.kind, identity.intent_id, hello.session, hello.incarnation,
-        hello.job_id, hello.node, hello.gpus, conn, WorkerStatus.LOADING, core.now, idle_since=core.now,
+        hello.job_id, hello.node, hello.gpus, conn, WorkerStatus.LOADING, core.now, idle_since=core.now, slot=hello.slot,
     )  # fmt: skip
     core.next_worker_id += 1
     core.workers[worker.id] = run.workers[worker.id] = worker
@@ -192,21 +213,24 @@ def said(core: Core, conn: int, message: object) -> None:
             _sample_failed(core, worker, message)
         case Asleep():
             _asleep(core, worker)
-        case Goodbye(reason=reason, notice=notice):
+        case Goodbye(reason=reason, notice=notice, failed=failed):
             worker.notice = notice
             core.send_durable(conn, GoodbyeAck())
-            gone(core, worker, reason, crashed=False, flushed=True)
+            gone(core, worker, reason, crashed=failed, flushed=True)
             core.departed[conn] = None
             while len(core.departed) > MAX_DEPARTED:
                 core.departed.popitem(last=False)
 
 
 def _heartbeat(core: Core, worker: Worker, beat: Heartbeat) -> None:
-    worker.progress = beat.progress
+    if beat.progress != worker.progress:
+        worker.progress, worker.moved_at = beat.progress, core.now
     lengths = {(h.sample_id, h.epoch): h.length for h in beat.held}
     for sample in list(worker.leases.values()):
         length = lengths.pop((sample.id, sample.epoch), None)
         if length is not None:
+            if length > sample.reported:
+                worker.moved_at = core.now
             sample.reported = length
         elif _assignment_lost(core, sample):
             worker.lost_assignments += 1
@@ -355,7 +379,11 @@ def watch(core: Core, worker: Worker) -> None:
         if silent > limits.reconnect_s:
             gone(core, worker, f"did not come back within {limits.reconnect_s:g} s of the daemon's restart", crashed=False)
     elif silent > limits.dead_s:
+        if worker.slot and worker.leases:  # should its slot be filled again, it did crash
+            worker.run.silenced[worker.slot] = Silenced(worker.attempt, worker.node, tuple(worker.leases))
         gone(core, worker, f"silent for {limits.dead_s:g} s", crashed=False)
+    elif _stalled(core, worker):
+        _give_up_stalled(core, worker)
     elif silent > limits.suspect_s and not worker.suspect:
         worker.suspect = worker.run.dirty = True
         core.event("worker_suspect", worker.run.id, f"worker {worker.id}", f"silent for {limits.suspect_s:g} s", node=worker.node)
@@ -363,3 +391,23 @@ def watch(core: Core, worker: Worker) -> None:
         steer(core, worker)
 
 
+def _stalled(core: Core, worker: Worker) -> bool:
+    """Whether its engine hangs: the process answers, and nothing that it was given has moved for `stalled_s`."""
+    given = [s.assigned_at for s in worker.leases.values() if s.assigned_at is not None]
+    if not given or worker.suspect:
+        return False
+    moved = max(worker.moved_at, min(given), *(s.chunk_at for s in worker.leases.values() if s.accepted > s.lease_offset))
+    return core.now - moved > core.limits.stalled_s
+
+
+def _give_up_stalled(core: Core, worker: Worker) -> None:
+    """Its samples go elsewhere and count the failure; the worker is asked to leave."""
+    reason = f"its engine stalled: nothing moved for {core.limits.stalled_s:g} s"
+    held = list(worker.leases.values())
+    core.event(
+        "engine_stalled", worker.run.id, f"worker {worker.id}", reason, node=worker.node, samples=len(held), progress=worker.progress
+    )  # fmt: skip
+    core.send_durable(worker.conn, Revoke(tuple((s.id, s.epoch) for s in held), reason))
+    for sample in held:
+        sm.release(core, sample, reason, regenerated=sm.lost_tokens(core, sample), crashed=True)
+    drain(core, worker, reason)
