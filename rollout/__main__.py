@@ -1,7 +1,8 @@
 """`python -m rollout --state-dir DIR --key FILE --kind harvested|reserved --run NAME`: one worker process.
 
 Owns argv, the environment and the exit code (table in `rollout.events`). The scheduler's facts come from the job script in
-SCAVENGER_JOB_ID, SCAVENGER_RESTART_COUNT, SCAVENGER_NODE and SCAVENGER_GPUS; nothing secret is in argv or the environment.
+SCAVENGER_JOB_ID, SCAVENGER_RESTART_COUNT, SCAVENGER_NODE and SCAVENGER_GPUS, a reserved engine's place in its training job in
+SCAVENGER_SLOT; nothing secret is in argv or the environment.
 """
 
 from __future__ import annotations
@@ -39,7 +40,11 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--kind", choices=("harvested", "reserved"), required=True)
     parser.add_argument("--run", required=True, help="name of the run")
     parser.add_argument("--engine", default="reference", help="engine to import ahead of the daemon's answer")
-    return parser.parse_args(argv)
+    parser.add_argument("--slot", help="which reserved engine of its training job this is (default: SCAVENGER_SLOT)")
+    arguments = parser.parse_args(argv)
+    if arguments.slot and arguments.kind != "reserved":
+        parser.error("--slot is for reserved engines: a harvested one is known by its job")
+    return arguments
 
 
 def _number(environment: Mapping[str, str], name: str, default: int) -> int:
@@ -53,6 +58,7 @@ def _number(environment: Mapping[str, str], name: str, default: int) -> int:
 
 def identity(arguments: argparse.Namespace, environment: Mapping[str, str]) -> Identity:
     """Who this process is. Raises `ConfigError`."""
+    slot = arguments.slot if arguments.slot is not None else environment.get("SCAVENGER_SLOT", "")
     return Identity(
         kind=arguments.kind,
         run=arguments.run,
@@ -65,6 +71,8 @@ def identity(arguments: argparse.Namespace, environment: Mapping[str, str]) -> I
         code_version=__version__,
         pid=os.getpid(),
         jitter=secrets.randbelow(1 << 20) / (1 << 20),
+        # Harvested jobs may inherit the variable from whoever submitted them: only a reserved engine has a slot.
+        slot=slot if arguments.kind == "reserved" else "",
     )
 
 

@@ -3,7 +3,7 @@
 Exit codes of the worker's process, which the job script acts on:
 
     0   drained       the daemon let it go: the job ends
-    69  no daemon     none answered for `orphan_s`: the job ends rather than hold a GPU for nobody
+    69  no daemon     none answered, or took it, for `orphan_s`: the job ends rather than hold a GPU for nobody
     70  engine failed the engine died or could not be built: the job ends, the daemon counts it against the node
     75  preempted     SIGTERM: the job script requeues its own job
     78  refused       the daemon refused key, run or protocol: trying again would not help, the job ends
@@ -35,7 +35,8 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who this worker is, for its hello. `jitter` in [0, 1) spreads reconnects of a fleet."""
+    """Who this worker is, for its hello. `jitter` in [0, 1) spreads reconnects of a fleet; `slot` names a reserved engine's place
+    in its training job, and is empty for a harvested one."""
 
     kind: str
     run: str
@@ -48,6 +49,7 @@ class Identity:
     code_version: str
     pid: int
     jitter: float = 0.0
+    slot: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class Limits:
     """Bounds of a session.
 
     `max_unacked` tokens (12 bytes each) may await their ack before the engine pauses: minutes of a daemon's absence.
+    `orphan_s` bounds both a daemon's absence and being turned away with the promise of a later welcome.
     `notice_s` is what a goodbye after SIGTERM may take: the whole exit stays below a second.
     """
 

@@ -90,6 +90,7 @@ class Session:
         self._heard_at = now
         self._attempts = 0
         self._refusals = 0
+        self._turned_away: wire.Rejected | None = None  # the last refusal that may pass, since the last Welcome
         self._answer_by = 0.0
         self._unanswered = 0
         self._heartbeat_at = 0.0
@@ -184,6 +185,7 @@ class Session:
             pid=me.pid,
             loaded_version=self.loaded_version,
             held=self.leases.held(),
+            slot=me.slot,
         )
         return [Send(hello)]
 
@@ -214,7 +216,7 @@ class Session:
         first, self._welcome = self._spec is None, welcome
         self._attempts = self._unanswered = self._refusals = 0
         self._heartbeat_at = now + welcome.heartbeat_s
-        self._acked_at = now
+        self._acked_at, self._turned_away = now, None
         for held in self.leases.all():
             held.rewind()
         note = Note("welcome", f"worker {welcome.worker_id} of run {welcome.run}, generation {welcome.generation}")
@@ -229,11 +231,13 @@ class Session:
 
     def _rejected(self, message: wire.Rejected, now: float) -> list[Action]:
         if message.retry:
+            self._turned_away = message
             return [Note("rejected", f"{message.reason}; trying again"), *self._reconnect(now)]
         return self._gone(Leave(EXIT_REFUSED, message.reason, message.remedy))
 
     def _received(self, message: wire.ToWorker, now: float) -> list[Action]:
-        self._heard_at = now
+        if not isinstance(message, wire.Rejected):
+            self._heard_at = now  # to be turned away again and again is to hear of no daemon that wants us
         self._unanswered = 0
         return self._on_message[type(message)](message, now)
 
@@ -244,8 +248,7 @@ class Session:
         if self._leaving and now >= self._leave_by:
             return self._gone(self._leaving)
         if now - self._heard_at >= self._limits.orphan_s:
-            reason = f"no daemon for {self._limits.orphan_s:g} s"
-            return self._gone(Leave(EXIT_NO_DAEMON, reason, "start it: `scavenger daemon`"))
+            return self._gone(self._orphaned())
         if self.phase is Phase.GREETING and now >= self._answer_by:
             return [Note("no-answer", "the hello was not answered"), *self._reconnect(now)]
         if self.phase is not Phase.JOINED or self._welcome is None:
@@ -255,6 +258,12 @@ class Session:
         if self._flush_at is not None and now >= self._flush_at:
             return self._flush()
         return []
+
+    def _orphaned(self) -> Leave:
+        waited, away = f"for {self._limits.orphan_s:g} s", self._turned_away
+        if away is not None:
+            return Leave(EXIT_NO_DAEMON, f"turned away {waited}: {away.reason}", away.remedy)
+        return Leave(EXIT_NO_DAEMON, f"no daemon {waited}", "start it: `scavenger daemon`")
 
     def _heartbeat(self, heartbeat_s: float, now: float) -> list[Action]:
         # Heartbeats are counted, not timed: after a SIGSTOP the answers may be waiting in the socket.
@@ -420,7 +429,9 @@ class Session:
             self._leave_by = min(self._leave_by, now + within_s)
             return []
         self._leaving, self._leave_by, self._waiting = leave, now + within_s, []
-        if self._welcome is None or (self.phase is Phase.CONNECTING and not self.leases.unacked()):
+        # That the engine died is worth a reconnect: the samples that it held may have killed it.
+        to_say = self.leases.unacked() or leave.code == EXIT_ENGINE_FAILED
+        if self._welcome is None or (self.phase is Phase.CONNECTING and not to_say):
             return self._gone(leave)  # nobody knows of us, or nothing is left to say
         handles = tuple(held.handle for held in self.leases.all() if held.finish is None)
         abort: list[Action] = [Abort(handles)] if handles else []
@@ -428,7 +439,8 @@ class Session:
 
     def _farewell(self) -> list[Action]:
         assert self._leaving is not None
-        goodbye = wire.Goodbye(self._leaving.reason, notice=self._leaving.code == EXIT_PREEMPTED)
+        code = self._leaving.code
+        goodbye = wire.Goodbye(self._leaving.reason, notice=code == EXIT_PREEMPTED, failed=code == EXIT_ENGINE_FAILED)
         return [*self._flush(), Send(goodbye)]
 
     def _gone(self, leave: Leave) -> list[Action]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
@@ -406,6 +407,33 @@ def test_each_end_has_its_exit_code(event: Event, code: int) -> None:
     assert leave.code == code
 
 
+def test_the_goodbye_of_a_dead_engine_says_that_it_died() -> None:
+    t = Talk().joined()
+    t.assign(lease(1))
+    t.made(1, 1, 2)
+    messages = sent(t.do(EngineDied("KeyError('x')")))
+    assert [type(m) for m in messages] == [wire.Chunks, wire.Goodbye]
+    assert messages[1] == wire.Goodbye("KeyError('x')", notice=False, failed=True)
+    assert [leave.code for leave in of(Leave, t.hear(wire.GoodbyeAck()))] == [EXIT_ENGINE_FAILED]
+
+
+def test_an_engine_that_dies_while_the_daemon_is_away_is_told_after_the_welcome() -> None:
+    t = Talk().joined()
+    t.assign(lease(1))
+    t.do(Unreachable("restarting"))
+    assert not of(Leave, t.do(EngineDied("gone")))
+    t.do(Connected())
+    assert sent(t.hear(WELCOME)) == [wire.Goodbye("gone", notice=False, failed=True)]
+
+
+def test_a_reserved_engine_names_its_slot_in_every_hello() -> None:
+    session = Session(dataclasses.replace(ME, kind="reserved", slot="engine-1"), LIMITS, 0.0)
+    for _ in range(2):
+        (hello,) = sent(session.handle(Connected(), 0.0))
+        assert isinstance(hello, wire.WorkerHello)
+        assert hello.slot == "engine-1"
+
+
 def test_a_refused_key_is_believed_the_third_time() -> None:
     t = Talk().joined()
     for _ in range(2):
@@ -418,6 +446,17 @@ def test_a_refusal_that_may_pass_is_tried_again() -> None:
     t = Talk()
     t.do(Connected())
     assert of(Connect, t.hear(wire.Rejected("not open yet", "", retry=True)))
+
+
+def test_a_worker_that_is_turned_away_for_too_long_leaves_and_says_why() -> None:
+    t = Talk(Limits(orphan_s=30.0))
+    while t.session.phase is not Phase.GONE and t.now < 200:
+        t.do(Connected())
+        t.hear(wire.Rejected("run 'run' is not open", "open it", retry=True))
+        t.wait(1.0)
+    (leave,) = of(Leave, t.log)
+    assert leave == Leave(EXIT_NO_DAEMON, "turned away for 30 s: run 'run' is not open", "open it")
+    assert 130 <= t.now <= 132
 
 
 def test_a_worker_that_no_daemon_wants_gives_its_gpu_back() -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -287,6 +289,7 @@ def test_a_dead_engine_ends_the_worker_with_70(play: Run) -> None:
         stage.engine.kill()
         goodbye = await stage.daemon.expect(wire.Goodbye)
         assert "core is gone" in goodbye.reason
+        assert (goodbye.failed, goodbye.notice) == (True, False)
         stage.daemon.send(wire.GoodbyeAck())
         await stage.ends(EXIT_ENGINE_FAILED)
 
@@ -329,6 +332,36 @@ async def _beat(stage: Stage, until: Callable[[wire.Heartbeat], bool] = lambda _
 
 
 # ---------------------------------------------------------------- the real process
+
+
+@pytest.fixture
+def program() -> Iterator[ModuleType]:
+    """`rollout.__main__`, whose import sets a handler for SIGTERM that is not for this process."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield importlib.import_module("rollout.__main__")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize(
+    ("kind", "argv", "environment", "slot"),
+    [
+        ("reserved", [], {}, ""),
+        ("reserved", [], {"SCAVENGER_SLOT": "e1"}, "e1"),
+        ("reserved", ["--slot", "e2"], {"SCAVENGER_SLOT": "e1"}, "e2"),
+        ("harvested", [], {"SCAVENGER_SLOT": "e1"}, ""),
+    ],
+)
+def test_only_a_reserved_engine_has_a_slot(program: ModuleType, kind: str, argv: list[str], environment: dict[str, str], slot: str) -> None:
+    arguments = program._arguments(["--state-dir", "/s", "--key", "/k", "--kind", kind, "--run", "run", *argv])
+    assert program.identity(arguments, environment).slot == slot
+
+
+def test_a_slot_for_a_harvested_engine_is_refused(program: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        program._arguments(["--state-dir", "/s", "--key", "/k", "--kind", "harvested", "--run", "run", "--slot", "e1"])
+    assert "reserved engines" in capsys.readouterr().err
 
 
 @asynccontextmanager
