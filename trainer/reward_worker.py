@@ -9,21 +9,17 @@ from __future__ import annotations
 import importlib
 import math
 import os
-import struct
 import sys
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
 import msgspec
 
-from trainer.rewards import Answer, Ask
-
-_LENGTH = struct.Struct("<I")
+from trainer.rewards import Answer, Ask, framed, read_frame
 
 
 def _write(out: BinaryIO, answer: Answer) -> None:
-    frame = msgspec.msgpack.encode(answer)
-    out.write(_LENGTH.pack(len(frame)) + frame)
+    out.write(framed(msgspec.msgpack.encode(answer)))
     out.flush()
 
 
@@ -53,9 +49,8 @@ def main(argv: list[str]) -> int:
         _write(out, Answer(error=f"{type(error).__name__}: {error}"))
         return 1
     _write(out, Answer(reward=0.0))
-    while head := frames.read(_LENGTH.size):
-        (length,) = _LENGTH.unpack(head)
-        _write(out, _score(function, msgspec.msgpack.decode(frames.read(length), type=Ask)))
+    while (payload := read_frame(frames.read)) is not None:
+        _write(out, _score(function, msgspec.msgpack.decode(payload, type=Ask)))
     return 0
 
 

@@ -14,6 +14,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -23,6 +24,21 @@ from scavenger.errors import ConfigError, RewardError
 
 _LENGTH = struct.Struct("<I")
 START_DEADLINE_S = 60.0
+
+
+def framed(payload: bytes) -> bytes:
+    """A frame: the payload behind its length."""
+    return _LENGTH.pack(len(payload)) + payload
+
+
+def read_frame(read: Callable[[int], bytes]) -> bytes | None:
+    """The next frame's payload, None at the end of the stream. `read(n)` gives n bytes, fewer only at the end."""
+    head = read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        return None
+    (length,) = _LENGTH.unpack(head)
+    payload = read(length)
+    return payload if len(payload) == length else None
 
 
 class Ask(msgspec.Struct, frozen=True):
@@ -108,22 +124,28 @@ class RewardRunner:
             raise RewardError(answer.error or "no reward and no error")
         return answer.reward
 
-    def _send(self, frame: bytes) -> None:
+    def _send(self, payload: bytes) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(_LENGTH.pack(len(frame)) + frame)
+            self._process.stdin.write(framed(payload))
             self._process.stdin.flush()
         except BrokenPipeError as error:
-            raise RewardError(f"the reward process ended with status {self._process.wait()}") from error
+            raise RewardError(f"the reward process ended with status {self._ended()}") from error
 
     def _receive(self, timeout_s: float) -> Answer:
         deadline = time.monotonic() + timeout_s
-        (length,) = _LENGTH.unpack(self._read(_LENGTH.size, deadline, timeout_s))
+        payload = read_frame(lambda count: self._read(count, deadline, timeout_s))
+        if payload is None:
+            raise RewardError(f"the reward process ended with status {self._ended()}")
         try:
-            return _answers.decode(self._read(length, deadline, timeout_s))
+            return _answers.decode(payload)
         except msgspec.MsgspecError as error:
             raise RewardError(f"the reward process answered with something else than an answer: {error}") from error
+
+    def _ended(self) -> int:
+        assert self._process is not None
+        return self._process.wait()
 
     def _read(self, count: int, deadline: float, timeout_s: float) -> bytes:
         assert self._process is not None
@@ -136,6 +158,6 @@ class RewardRunner:
                     raise RewardError(f"no reward within {timeout_s:g} s")
                 piece = os.read(self._process.stdout.fileno(), count - len(read))
                 if not piece:
-                    raise RewardError(f"the reward process ended with status {self._process.wait()}")
+                    return read
                 read += piece
         return read
