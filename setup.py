@@ -41,6 +41,7 @@ EXTRAS = {
     "mpi": ["mpich>=4.2"],
     "dev": [
         *TRAINER,
+        "psycopg[binary]>=3.1",  # the ledger's tests run on PostgreSQL too where it is installed
         "hypothesis>=6.100",
         "mypy>=1.11",
         "psutil>=5.9",
