@@ -97,7 +97,13 @@ def restore(config: RunConfig, ranks: Ranks, resume: str) -> Start:
         )
     ranks.load(path, state.updates_taken)
     print(f"resumed from {path}, after step {state.step}", flush=True)
-    return Start(state.step, state.root)
+    return Start(state.step, state.root, path)
+
+
+def set_aside(config: RunConfig, start: Start, attempt: int) -> None:
+    """Keep later resumes off checkpoints that are not of the history which `attempt` goes on with."""
+    for path in checkpoint.abandon(config.run.out_dir, start.step, start.path, attempt):
+        print(f"attempt {attempt} starts after step {start.step}: a later checkpoint is now {path.name}", flush=True)
 
 
 def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> None:
@@ -113,6 +119,7 @@ def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> None:
         stack.callback(monitor.close)
         start = restore(config, ranks, options.resume)
         run, source = open_run(config, spec, start, stack, local=options.local)
+        set_aside(config, start, run.attempt)
         scoring = Scoring(runner, tokenizer, reward, config.algorithm, monitor.say)
         loop = Loop(config, run, ranks, source, scoring, problems, how, monitor, start, crash_at)
         try:

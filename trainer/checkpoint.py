@@ -3,11 +3,15 @@
 Owns the folder `<out_dir>/checkpoints`. A checkpoint is complete when its folder has its final name: it is written under another
 name, flushed, and renamed. Sharded tensors carry their offsets, so a resume may use another number of ranks. The trainer draws no
 random numbers (see `model`), and its problems follow from the step, so neither a generator nor a cursor has more state than `step`.
+
+An attempt that starts from an older checkpoint makes the newer ones another history: they are renamed to `step-N.abandoned-ATTEMPT`,
+which nothing selects, and deleted once the attempt has written as many of its own as are kept.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -21,10 +25,14 @@ from trainer.model import Learner
 
 STATE_FILE = "trainer.json"
 FORMAT = 1
+_NAME = re.compile(r"step-(\d{8,})")
 
 
 class State(msgspec.Struct, frozen=True):
-    """`version`/`root` (hex): the published weights of this checkpoint. `cursor`: training problems taken so far."""
+    """`version`/`root` (hex): the published weights of this checkpoint. `cursor`: training problems taken so far.
+
+    `attempt`: the run's attempt that wrote it; 0 = written before attempts were noted.
+    """
 
     step: int
     version: int
@@ -33,6 +41,7 @@ class State(msgspec.Struct, frozen=True):
     seed: int
     updates_taken: int
     dtype: str
+    attempt: int = 0
     format: int = FORMAT
 
 
@@ -70,7 +79,10 @@ def load_shards(learner: Learner, path: Path, updates_taken: int) -> None:
 
 
 def complete(out_dir: Path, state: State, keep: int) -> Path:
-    """Rank 0, after all shards are written: make the checkpoint durable and visible, then drop all but the newest `keep`."""
+    """Rank 0, after all shards are written: make the checkpoint durable and visible, then drop all but the newest `keep`.
+
+    The one just written stays whatever its step is, and so do abandoned ones until `keep` of this attempt exist.
+    """
     source, target = partial(out_dir, state.step), folder(out_dir) / name(state.step)
     (source / STATE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(state)) + b"\n")
     for path in [*source.iterdir(), source]:
@@ -79,14 +91,45 @@ def complete(out_dir: Path, state: State, keep: int) -> Path:
         shutil.rmtree(target)
     source.rename(target)
     _sync(target.parent)
-    for old in found(out_dir)[:-keep]:
+    kept = found(out_dir)
+    others = [path for path in kept if path != target]
+    surplus = others[: max(0, len(kept) - keep)]
+    if sum(read_state(path).attempt == state.attempt for path in kept) >= keep:
+        surplus += abandoned(out_dir)
+    for old in surplus:
         shutil.rmtree(old)
     return target
 
 
 def found(out_dir: Path) -> list[Path]:
-    """Complete checkpoints, oldest step first."""
-    return sorted(path for path in folder(out_dir).glob("step-*") if (path / STATE_FILE).is_file())
+    """Complete checkpoints of the present history, oldest step first."""
+    named = [(int(match[1]), path) for path in folder(out_dir).glob("step-*") if (match := _NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(named) if (path / STATE_FILE).is_file()]
+
+
+def abandoned(out_dir: Path) -> list[Path]:
+    """Checkpoints of histories that a later attempt left behind."""
+    return sorted(folder(out_dir).glob("step-*.abandoned-*"))
+
+
+def abandon(out_dir: Path, step: int, start: Path | None, attempt: int) -> list[Path]:
+    """Rank 0, once `attempt` was granted: set aside what lies after `step`, and another history's checkpoint of `step` itself.
+
+    `start`: the checkpoint that the attempt started from, None for none. Returns the new names.
+    """
+    renamed = []
+    for path in found(out_dir):
+        own = start is not None and path.resolve() == start.resolve()
+        if own or read_state(path).step < step:
+            continue
+        target = path.with_name(f"{path.name}.abandoned-{attempt}")
+        if target.exists():  # without a ledger every attempt is the first
+            shutil.rmtree(target)
+        path.rename(target)
+        renamed.append(target)
+    if renamed:
+        _sync(folder(out_dir))
+    return renamed
 
 
 def read_state(path: Path) -> State:

@@ -1,9 +1,9 @@
 """The run on rank 0, from its first version to its last step. Reads top-down.
 
 A version published "at step s" is the weights after s optimizer steps; step s + 1 samples from it. The order at a step's end is what a
-restart relies on: weights are published, then the step is committed, then perhaps a checkpoint covers it. A trainer killed in between
-starts from an older checkpoint and publishes those weights as a new version; the daemon sees equal root hashes and delivers what was
-already generated.
+restart relies on: weights are published, then the step is committed, then perhaps evaluated, then perhaps a checkpoint covers it. A
+trainer killed in between starts from an older checkpoint and publishes those weights as a new version; the daemon sees equal root hashes
+and delivers what was already generated. The checkpoint comes last because a resume does not look back: what is due at its step is done.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import os
 import signal
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from scavenger import wire
@@ -37,10 +38,14 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where this attempt starts: after `step` steps; `root` (hex) is what its weights must hash to ("" = unknown)."""
+    """Where this attempt starts: after `step` steps; `root` (hex) is what its weights must hash to ("" = unknown).
+
+    `path`: the checkpoint that was loaded, None for none.
+    """
 
     step: int = 0
     root: str = ""
+    path: Path | None = None
 
 
 class Loop:
@@ -90,10 +95,10 @@ class Loop:
             self._run.commit(step, version, result.outcomes, metrics)
             self._monitor.step(step, self._run.attempt, version, metrics, result.phase_log)
             version = published
-            if step % self._config.checkpoint.every == 0 or step == steps:
-                self._checkpoint(step, version)
             if step == steps or (self._config.eval.every and step % self._config.eval.every == 0):
                 self._evaluate(step, version)
+            if step % self._config.checkpoint.every == 0 or step == steps:
+                self._checkpoint(step, version)
 
     # ---------------------------------------------------------------- weights
 
@@ -114,7 +119,7 @@ class Loop:
         self._ranks.save(checkpoint.prepare(out_dir, step))
         state = checkpoint.State(
             step, version, self._root.hex(), step * config.data.prompts_per_step, config.run.seed,
-            self._ranks.updates_taken, "float64" if config.run.deterministic else "float32",
+            self._ranks.updates_taken, "float64" if config.run.deterministic else "float32", self._run.attempt,
         )  # fmt: skip
         path = checkpoint.complete(out_dir, state, config.checkpoint.keep)
         self._run.checkpoint(step, version, self._root, str(path))

@@ -1,0 +1,144 @@
+"""The order of a run's durable acts, with everything but the loop scripted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from scavenger import wire
+from scavenger.config import RunConfig
+from tests.router.harness import root, started
+from tests.router.moves import W1, finish_all
+from trainer import checkpoint, loop
+from trainer.data import Problem
+
+DONE = wire.DoneSample(1, 0, b"", b"", b"", "stop", 0)
+
+
+class Killed(Exception):
+    """Stands for SIGKILL: nothing after it happens."""
+
+
+class Script:
+    """Run, ranks, source, problems, scoring, stepper and monitor of one attempt; `acts` is what it did, `die_at` its last act."""
+
+    def __init__(self, attempt: int, die_at: tuple[str, int] | None = None) -> None:
+        self.attempt, self.next_version, self.updates_taken = attempt, 1, 0
+        self.acts: list[tuple[str, int]] = []
+        self._die_at = die_at
+        self._waiting: list[Any] = []
+
+    def act(self, name: str, step: int) -> None:
+        if (name, step) == self._die_at:
+            raise Killed
+        self.acts.append((name, step))
+
+    def build_version(self, version: int, dtype: str) -> tuple[Any, bytearray]:
+        return SimpleNamespace(version=version, root=b"\x01"), bytearray()
+
+    def publish(self, *args: Any) -> None:
+        self.next_version += 1
+
+    def save(self, path: Path) -> None:
+        pass
+
+    def set_reserved(self, awake: bool) -> None:
+        pass
+
+    def held_out(self) -> list[Problem]:
+        return [Problem(index=0, text="1", tokens=(1,), meta={})]
+
+    def of_step(self, step: int) -> list[Problem]:
+        return []
+
+    def step(self, step: int, *args: Any) -> Any:
+        return SimpleNamespace(metrics={}, outcomes=(), phase_log=())
+
+    def submit(self, step: int, version: int, groups: Sequence[wire.GroupSpec], purpose: str) -> tuple[int, ...]:
+        self._waiting = [
+            wire.GroupDone(place, step, version, purpose, spec.prompt_index, spec.prompt, spec.meta, (DONE,))
+            for place, spec in enumerate(groups)
+        ]
+        return tuple(group.group_id for group in self._waiting)
+
+    def poll(self, timeout_s: float) -> list[Any]:
+        arrived, self._waiting = self._waiting, []
+        return arrived
+
+    def rewards(self, group: Any) -> list[tuple[wire.DoneSample, float, str]]:
+        return [(sample, 1.0, "") for sample in group.samples]
+
+    def commit(self, step: int, version: int, outcomes: Any, metrics: Any, purpose: str = "train") -> None:
+        self.act(purpose, step)
+
+    def checkpoint(self, step: int, version: int, root: bytes, path: str) -> None:
+        self.act("checkpoint", step)
+
+
+def attempt(out_dir: Path, script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = RunConfig.model_validate(
+        {
+            "run": {"name": "r", "steps": 4, "state_dir": "/state", "out_dir": out_dir},
+            "model": {"path": "/model", "context_length": 24},
+            "sampling": {"max_tokens": 8},
+            "checkpoint": {"every": 2},
+            "eval": {"every": 2, "problems": 1},
+        }
+    )
+    monkeypatch.setattr(loop, "Stepper", lambda *args: script)
+    path = checkpoint.select(out_dir, "auto")
+    start = loop.Start(checkpoint.read_state(path).step, "01", path) if path else loop.Start()
+    parts: Any = script
+    monitor: Any = SimpleNamespace(step=lambda *args: None, evaluation=lambda *args: None)
+    source: Any = SimpleNamespace(publish=lambda *args: None)
+    loop.Loop(config, parts, parts, source, parts, parts, wire.Sampling(8, 1.0, 1.0, 0, ()), monitor, start).run()
+
+
+@pytest.mark.parametrize("killed_at", [("eval", 4), ("checkpoint", 4)])
+def test_a_trainer_killed_at_its_end_leaves_no_evaluation_out(
+    killed_at: tuple[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed, resumed = Script(1, killed_at), Script(2)
+    with pytest.raises(Killed):
+        attempt(tmp_path, killed, monkeypatch)
+    attempt(tmp_path, resumed, monkeypatch)
+    whole = [("eval", 0), ("train", 1), ("train", 2), ("eval", 2), ("checkpoint", 2), ("train", 3), ("train", 4), ("eval", 4)]
+    assert killed.acts == whole[: len(killed.acts)]
+    assert ("eval", 4) in killed.acts + resumed.acts
+    durable = killed.acts + resumed.acts
+    assert {act for act in durable if act[0] == "eval"} == {("eval", 0), ("eval", 2), ("eval", 4)}
+
+
+def test_a_checkpoint_comes_after_all_that_is_due_at_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script(7)
+    attempt(tmp_path, script, monkeypatch)
+    assert script.acts[-3:] == [("train", 4), ("eval", 4), ("checkpoint", 4)]
+    assert [checkpoint.read_state(path).attempt for path in checkpoint.found(tmp_path)] == [7, 7]
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_the_daemon_takes_an_evaluation_again_after_its_step_was_rewound(committed: bool) -> None:
+    """Killed after the evaluation's commit, or with the evaluation under way: either way before the checkpoint of its step."""
+    bench = started(n=1)
+    finish_all(bench, W1, bench.join(W1))
+    assert isinstance(bench.commit_step(1, [1]), wire.Ok)
+    first = bench.submit(purpose="eval")
+    assert isinstance(first, wire.Accepted)
+    samples = [sample.id for sample in bench.router.core.groups[first.group_ids[0]].samples]
+    if committed:
+        finish_all(bench, W1, bench.leases(W1))
+        assert isinstance(bench.commit_step(1, samples, outcome="evaluated", purpose="eval"), wire.Ok)
+    bench.open(resume_step=0)
+    assert isinstance(bench.publish(2, 0, root_of=1), wire.Ok)
+    again = bench.submit(version=2, purpose="eval")
+    assert isinstance(again, wire.Accepted)
+    assert again.group_ids != first.group_ids
+    bench.take(W1, wire.Assign)
+    bench.say(W1, wire.WeightsLoaded(2, root(1)))
+    finish_all(bench, W1, bench.leases(W1))
+    samples = [sample.id for sample in bench.router.core.groups[again.group_ids[0]].samples]
+    assert isinstance(bench.commit_step(1, samples, version=2, outcome="evaluated", purpose="eval"), wire.Ok)
