@@ -153,15 +153,24 @@ def test_the_worker_knows_nothing_of_the_trainer() -> None:
     assert not offenders, told(offenders)
 
 
+# Which part of `rollout` a file of the trainer may know: an engine only in the single-process debug mode; and the one function that
+# both sides must compute alike, lest the logits of engine and learner drift apart (torch cannot be shared in `scavenger`).
+SHARED_WITH_ENGINES = {"trainer/local.py": "rollout.engines", "trainer/model.py": "rollout.engines.norms"}
+
+
 def test_the_trainer_reaches_an_engine_only_in_its_single_process_debug_mode() -> None:
     offenders = [
         f"{found.where} imports {found.name}"
         for path in sources("trainer/**/*.py")
         for found in imports(path)
-        if found.is_in("rollout")
-        and not (path.relative_to(ROOT).as_posix() == "trainer/local.py" and found.is_in("rollout.engines"))
+        if found.is_in("rollout") and not found.is_in(SHARED_WITH_ENGINES.get(path.relative_to(ROOT).as_posix(), "-"))
     ]
     assert not offenders, told(offenders)
+
+
+def test_what_the_trainer_shares_with_engines_brings_nothing_else_of_ours() -> None:
+    norms = ROOT / "rollout/engines/norms.py"
+    assert set(reached_from(norms)) == {norms}
 
 
 def file_of(found: Import) -> Path | None:

@@ -28,7 +28,6 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -37,6 +36,7 @@ from torch.distributed.tensor import DTensor
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from rollout.engines.norms import wide_norms
 from scavenger.config import AlgorithmSection, OptimizerSection
 from scavenger.errors import ConfigError
 from trainer import losses
@@ -78,17 +78,6 @@ class ExactReduceScatter(ReduceScatter):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
         quantise_(input_tensor)
         return _reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
-
-
-def wide_norms(model: nn.Module) -> None:
-    """Let RMSNorm compute in the model's own dtype: transformers' rounds through float32."""
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
-            module.forward = _wide_forward(module)
-
-
-def _wide_forward(norm: Any) -> Any:
-    return lambda hidden: F.rms_norm(hidden, norm.weight.shape, norm.weight, norm.variance_epsilon)
 
 
 def load_model(folder: Path, dtype: torch.dtype) -> Any:

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.models.auto.configuration_auto import AutoConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from rollout.engines.base import Delta, Request
+from rollout.engines.norms import wide_norms
 from rollout.engines.sampling import Draws, draw
 from rollout.engines.slots import SlotCache
 from scavenger.errors import EngineError
@@ -61,17 +61,6 @@ def parse_config(text: str) -> Any:
     return config
 
 
-def _wide_norms(model: nn.Module) -> None:
-    """Let RMSNorm compute in the model's own dtype: transformers' rounds through float32, which would throw float64 away."""
-
-    def wide(norm: Any) -> Any:
-        return lambda hidden: F.rms_norm(hidden, norm.weight.shape, norm.weight, norm.variance_epsilon)
-
-    for module in model.modules():
-        if type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon"):
-            module.forward = wide(module)
-
-
 def build_model(config: Any, dtype: torch.dtype, device: str) -> Any:
     """The model of a config, uninitialised as far as the caller is concerned: weights come by `Decoder.load`."""
     try:
@@ -80,7 +69,7 @@ def build_model(config: Any, dtype: torch.dtype, device: str) -> Any:
         raise EngineError(f"transformers cannot build this model: {error}", "use a causal LM that it knows") from error
     model.eval().requires_grad_(False)
     if dtype == torch.float64:
-        _wide_norms(model)
+        wide_norms(model)
     return model.to(device)
 
 

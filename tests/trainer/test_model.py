@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from rollout.engines.norms import wide_norms
 from scavenger.config import AlgorithmSection, OptimizerSection
 from scavenger.errors import ConfigError
 from scavenger.weights import manifest as manifests
 from tests.trainer.rows import make_group
 from trainer import checkpoint, losses, publish
 from trainer.batching import Micro, filler, one_per_group, pack
-from trainer.model import Learner, collate, learning_rate, load_model, quantise_, wide_norms
+from trainer.model import Learner, collate, learning_rate, load_model, quantise_
 
 F64 = torch.float64
 
