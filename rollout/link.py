@@ -6,6 +6,7 @@ Owns one DEALER under CURVE, its receiver and its monitor. Knows the frames' cod
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from rollout.events import Connected, Event, KeyRefused, Received, Unreachable
+from rollout.tasks import spawn
 from scavenger import wire
 from scavenger.errors import ScavengerError, WireError
 from scavenger.keys import KeyPair, read_rendezvous
@@ -35,19 +37,18 @@ class Link:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def connect(self, delay_s: float) -> None:
-        """Drop the present connection, wait, make the next; posts Connected or Unreachable."""
+        """Drop the present connection, wait, make the next; posts Connected or Unreachable, and Unreachable when it breaks later."""
         self._drop(linger_ms=0)
         await asyncio.sleep(delay_s)
         try:
             rendezvous = read_rendezvous(self._state_dir)
-            self._socket, monitor = self._open(rendezvous.endpoint, rendezvous.server_key)
+            socket, monitor = self._open(rendezvous.endpoint, rendezvous.server_key)
         except (ScavengerError, zmq.ZMQError) as error:
             self._post(Unreachable(str(error)))
             return
-        self._tasks = [
-            asyncio.create_task(self._receive(self._socket)),
-            asyncio.create_task(self._watch(monitor)),
-        ]
+        self._socket = socket
+        broken = functools.partial(self._broken, socket)
+        self._tasks = [spawn(self._receive(socket), broken), spawn(self._watch(monitor), broken)]
         self._post(Connected())
 
     def send(self, message: wire.WorkerMessage) -> None:
@@ -80,6 +81,11 @@ class Link:
             socket.close(linger=0)
             raise
         return socket, monitor
+
+    def _broken(self, socket: zmq.asyncio.Socket, reason: str) -> None:
+        # A connection that was dropped meanwhile needs no other in its place.
+        if socket is self._socket:
+            self._post(Unreachable(reason))
 
     def _drop(self, linger_ms: int) -> None:
         for task in self._tasks:

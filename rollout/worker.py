@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,12 +42,14 @@ from rollout.events import (
     Slept,
     Terminate,
     Tick,
+    Unreachable,
     WakeEngine,
 )
 from rollout.link import Link
 from rollout.session import Session
+from rollout.tasks import spawn
 from scavenger import wire
-from scavenger.errors import EngineError, WeightsError
+from scavenger.errors import EngineError
 from scavenger.keys import KeyPair
 from scavenger.weights import manifest as manifests
 from scavenger.weights.pull import pull
@@ -107,7 +110,7 @@ class Worker:
             loop.add_signal_handler(number, self._inbox.put_nowait, Terminate(signal.Signals(number).name))
         # The import takes longer than the connection: both at once. Its errors are met again, and told, at Build.
         preload = loop.run_in_executor(None, self._preload)
-        self._tasks.append(asyncio.create_task(self._drive_engine()))
+        self._tasks.append(self._spawn(self._drive_engine(), EngineDied))
         self._perform(Connect(0.0))
         try:
             return await self._loop()
@@ -148,15 +151,19 @@ class Worker:
         elif isinstance(action, Connect):
             if self._connecting is not None:
                 self._connecting.cancel()
-            self._connecting = asyncio.create_task(self._link.connect(action.delay_s))
+            self._connecting = self._spawn(self._link.connect(action.delay_s), Unreachable)
         elif isinstance(action, Load):
             if self._pulling is not None:
                 self._pulling.cancel()
-            self._pulling = asyncio.create_task(self._pull(action.weights))
+            self._pulling = self._spawn(self._pull(action.weights), functools.partial(LoadFailed, action.weights.version))
         elif isinstance(action, Note):
             _log.info(f"session.{action.event}", detail=action.detail)
         else:
             self._commands.put_nowait(action)
+
+    def _spawn(self, work: Coroutine[object, object, None], failed: Callable[[str], Event]) -> asyncio.Task[None]:
+        """A task whose every error, foreseen or not, becomes the session's event."""
+        return spawn(work, lambda reason: self._inbox.put_nowait(failed(reason)))
 
     def _preload(self) -> None:
         with contextlib.suppress(EngineError, ImportError):
@@ -165,28 +172,24 @@ class Worker:
     # ------------------------------------------------------------ engine
 
     async def _drive_engine(self) -> None:
-        """Call the engine, one thing after another, in the order in which the session asked."""
-        post = self._inbox.put_nowait
+        """Call the engine, one thing after another, in the order in which the session asked. An error here is the engine's death."""
         while True:
             command = await self._commands.get()
-            try:
-                if isinstance(command, Build):
-                    await self._build(command.spec)
-                elif self._engine is None:
-                    raise EngineError(f"{type(command).__name__} before the engine was built")
-                elif isinstance(command, Add):
-                    await self._add(self._engine, command)
-                elif isinstance(command, Abort):
-                    await self._engine.abort(command.handles)
-                elif isinstance(command, _Pulled):
-                    await self._load(self._engine, command)
-                elif isinstance(command, SleepEngine):
-                    await self._engine.sleep()
-                    post(Slept())
-                elif isinstance(command, WakeEngine):
-                    await self._engine.wake()
-            except EngineError as error:
-                post(EngineDied(str(error)))
+            if isinstance(command, Build):
+                await self._build(command.spec)
+            elif self._engine is None:
+                raise EngineError(f"{type(command).__name__} before the engine was built")
+            elif isinstance(command, Add):
+                await self._add(self._engine, command)
+            elif isinstance(command, Abort):
+                await self._engine.abort(command.handles)
+            elif isinstance(command, _Pulled):
+                await self._load(self._engine, command)
+            elif isinstance(command, SleepEngine):
+                await self._engine.sleep()
+                self._inbox.put_nowait(Slept())
+            elif isinstance(command, WakeEngine):
+                await self._engine.wake()
 
     async def _build(self, spec: wire.EngineSpec) -> None:
         began = self._clock()
@@ -205,7 +208,7 @@ class Worker:
             import_wait_s=round(imported - began, 3),
             build_s=round(self._clock() - imported, 3),
         )
-        self._tasks.append(asyncio.create_task(self._generate(self._engine)))
+        self._tasks.append(self._spawn(self._generate(self._engine), EngineDied))
 
     async def _add(self, engine: Engine, command: Add) -> None:
         try:
@@ -214,23 +217,16 @@ class Worker:
             self._inbox.put_nowait(AddRefused(command.request.handle, str(error)))
 
     async def _generate(self, engine: Engine) -> None:
-        try:
-            while True:
-                await self._may_generate.wait()
-                self._inbox.put_nowait(Generated(tuple(await engine.next())))
-        except EngineError as error:
-            self._inbox.put_nowait(EngineDied(str(error)))
+        while True:
+            await self._may_generate.wait()
+            self._inbox.put_nowait(Generated(tuple(await engine.next())))
 
     # ------------------------------------------------------------ weights
 
     async def _pull(self, weights: wire.UseWeights) -> None:
         began = self._clock()
-        try:
-            manifest = manifests.decode(weights.manifest)
-            blob = await pull(manifest, weights.sources, self._options.keypair, self._options.pull_s, clock=self._clock)
-        except WeightsError as error:
-            self._inbox.put_nowait(LoadFailed(weights.version, str(error)))
-            return
+        manifest = manifests.decode(weights.manifest)
+        blob = await pull(manifest, weights.sources, self._options.keypair, self._options.pull_s, clock=self._clock)
         self._commands.put_nowait(_Pulled(weights, manifest, blob, self._clock() - began))
 
     async def _load(self, engine: Engine, pulled: _Pulled) -> None:

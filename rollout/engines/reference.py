@@ -147,9 +147,11 @@ class ReferenceEngine:
         self._work.clear()
 
     async def _compute(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run in the engine's thread. What torch raises there means that the engine cannot go on."""
+        """Run in the engine's thread. What torch or transformers raise there, whatever it is, means that the engine cannot go on."""
         loop = asyncio.get_running_loop()
         try:
             return await loop.run_in_executor(self._executor, lambda: function(*args, **kwargs))
-        except (RuntimeError, MemoryError) as error:
-            raise EngineError(f"the engine failed: {error}") from error
+        except EngineError:
+            raise
+        except Exception as error:
+            raise EngineError(f"the engine failed: {error!r}") from error

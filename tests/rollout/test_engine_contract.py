@@ -332,6 +332,23 @@ def test_nan_weights_fail_each_request_and_not_the_engine(factory: Factory) -> N
     run(main())
 
 
+@pytest.mark.parametrize("error", [IndexError("list index out of range"), KeyError("rope_type"), RuntimeError("out of memory")])
+def test_whatever_the_model_raises_is_the_engine_s_failure(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    async def main() -> None:
+        engine = await loaded(FACTORIES["reference"])
+
+        def fails(*_args: object) -> list[Delta]:
+            raise error
+
+        monkeypatch.setattr("rollout.engines.decoder.Decoder.step", fails)
+        await engine.add(request(1))
+        with pytest.raises(EngineError, match=type(error).__name__):
+            await engine.next()
+        await engine.close()
+
+    run(main())
+
+
 def test_a_sample_with_nan_does_not_touch_its_neighbours(factory: Factory) -> None:
     async def main() -> None:
         sick = models.plain_model(models.config_text(tie_word_embeddings=False))

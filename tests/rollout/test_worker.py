@@ -39,7 +39,7 @@ class Scripted:
     def __init__(self, step_s: float = 0.002) -> None:
         self.requests: dict[int, tuple[Request, int]] = {}
         self.calls: list[str] = []
-        self.dead = False
+        self.dead: Exception | None = None
         self._step_s = step_s
         self._work = asyncio.Event()
 
@@ -53,6 +53,8 @@ class Scripted:
     async def add(self, request: Request) -> None:
         if request.prompt == (666,):
             raise EngineError("too long for the context")
+        if request.prompt == (667,):
+            raise TypeError("unsupported operand")
         self.requests[request.handle] = (request, len(request.accepted))
         self._work.set()
 
@@ -63,7 +65,7 @@ class Scripted:
     async def next(self) -> list[Delta]:
         while True:
             if self.dead:
-                raise EngineError("the engine's core is gone")
+                raise self.dead
             if self.requests:
                 break
             self._work.clear()
@@ -91,8 +93,8 @@ class Scripted:
     async def close(self) -> None:
         self.calls.append("close")
 
-    def kill(self) -> None:
-        self.dead = True
+    def kill(self, error: Exception) -> None:
+        self.dead = error
         self._work.set()
 
 
@@ -286,12 +288,92 @@ def test_a_drained_worker_says_goodbye_and_ends_with_0(play: Run) -> None:
 def test_a_dead_engine_ends_the_worker_with_70(play: Run) -> None:
     async def scene(stage: Stage) -> None:
         await stage.ready()
-        stage.engine.kill()
+        stage.engine.kill(EngineError("the engine's core is gone"))
         goodbye = await stage.daemon.expect(wire.Goodbye)
         assert "core is gone" in goodbye.reason
         assert (goodbye.failed, goodbye.notice) == (True, False)
         stage.daemon.send(wire.GoodbyeAck())
         await stage.ends(EXIT_ENGINE_FAILED)
+
+    play(scene)
+
+
+def test_an_engine_that_fails_in_an_unforeseen_way_is_dead_and_not_silent(play: Run) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.ready()
+        stage.assign(1, 100_000)
+        await stage.daemon.tokens(1, 5)
+        stage.engine.kill(KeyError("rope_type"))
+        goodbye = await stage.daemon.expect(wire.Goodbye)
+        assert (goodbye.reason, goodbye.failed) == ("KeyError('rope_type')", True)
+        stage.daemon.send(wire.GoodbyeAck())
+        await stage.ends(EXIT_ENGINE_FAILED)
+
+    play(scene)
+
+
+def test_a_request_that_breaks_the_engine_kills_it_and_not_the_sample_alone(play: Run) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.ready()
+        stage.assign(1, 10, prompt=(667,))
+        goodbye = await stage.daemon.expect(wire.Goodbye)
+        assert (goodbye.reason, goodbye.failed) == ("TypeError('unsupported operand')", True)
+        stage.daemon.send(wire.GoodbyeAck())
+        await stage.ends(EXIT_ENGINE_FAILED)
+
+    play(scene)
+
+
+def test_an_engine_that_cannot_be_built_for_an_unforeseen_reason_ends_the_worker(play: Run) -> None:
+    async def scene(stage: Stage) -> None:
+        async def build(_spec: EngineSpec) -> Scripted:
+            raise IndexError("no device 3")
+
+        stage.build = build  # type: ignore[method-assign]
+        await stage.daemon.expect(wire.WorkerHello)
+        stage.welcome()
+        goodbye = await stage.daemon.expect(wire.Goodbye)
+        assert (goodbye.reason, goodbye.failed) == ("IndexError('no device 3')", True)
+
+    play(scene)
+
+
+def test_a_pull_that_fails_in_an_unforeseen_way_is_reported_and_tried_again_when_asked(play: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fails(*_args: object, **_keywords: object) -> bytearray:
+        raise ValueError("not a port")
+
+    async def scene(stage: Stage) -> None:
+        await stage.ready()
+        with monkeypatch.context() as patch:
+            patch.setattr("rollout.worker.pull", fails)
+            stage.use(2)
+            assert await stage.daemon.expect(wire.WeightsFailed) == wire.WeightsFailed(2, "ValueError('not a port')")
+        stage.use(2)
+        assert (await stage.daemon.expect(wire.WeightsLoaded)).version == 2
+
+    play(scene)
+
+
+@pytest.mark.parametrize("broken", ["rollout.link.read_rendezvous", "scavenger.wire.decode_to_worker"])
+def test_a_link_that_breaks_in_an_unforeseen_way_is_made_anew(play: Run, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.ready()
+        failures = []
+
+        def fails(*_args: object) -> None:
+            failures.append(1)
+            raise KeyError("unforeseen")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(broken, fails)
+            if broken == "rollout.link.read_rendezvous":
+                stage.daemon.send(wire.Rejected("not open", "wait", retry=True))  # connect again
+            while not failures:
+                await asyncio.sleep(BEAT_S / 4)
+        await stage.daemon.expect(wire.WorkerHello)
+        stage.welcome()
+        stage.assign(1, 10)
+        assert await stage.daemon.tokens(1, 10) == list(range(1000, 1010))
 
     play(scene)
 
