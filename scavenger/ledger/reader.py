@@ -167,11 +167,13 @@ def read_snapshot(engine: sa.Engine) -> r.Snapshot:
             if run.ended:
                 continue  # nothing of it is in flight; a resume reads its groups by `replay_groups`
             final = final_step(run.config, [checkpoint.step for checkpoint in run.checkpoints])
-            groups.extend(_groups(connection, run.created.run_id, final))
+            # An attempt that resumed from an older checkpoint than those that are kept may replay from there.
+            groups.extend(_groups(connection, run.created.run_id, min(final, run.last_step)))
         workers = tuple(r.WorkerState(_struct(r.WorkerJoined, row, at="joined_at")) for row in _ask(connection, "snapshot_workers"))
         jobs = tuple(_job(row) for row in _ask(connection, "snapshot_jobs"))
+        takes = tuple(tuple(row.values()) for row in _ask(connection, "snapshot_takes"))
         (ids,) = _ask(connection, "next_ids")
-        return r.Snapshot(**ids, runs=tuple(runs), groups=tuple(groups), workers=workers, jobs=jobs)
+        return r.Snapshot(**ids, runs=tuple(runs), groups=tuple(groups), workers=workers, jobs=jobs, takes=takes)
 
 
 def replay_groups(engine: sa.Engine, run_id: int, after_step: int) -> tuple[r.GroupState, ...]:
@@ -278,6 +280,8 @@ def _sample(row: Mapping[str, Any], payload: Payload, lease: Mapping[str, Any] |
         reward=row["reward"],
         lease=None if lease is None else (lease["epoch"], lease["worker_id"], lease["version"]),
         ended_step=row["ended_step"],
+        ended_attempt=row["ended_attempt"],
+        reason=row["reason"],
     )
 
 

@@ -346,6 +346,8 @@ class SampleState(msgspec.Struct, frozen=True):
     reward: float | None
     lease: tuple[int, int, int] | None
     ended_step: int = 0
+    ended_attempt: int = 0
+    reason: str = ""  # why it ended
 
 
 class GroupState(msgspec.Struct, frozen=True):
@@ -384,3 +386,4 @@ class Snapshot(msgspec.Struct, frozen=True):
     groups: tuple[GroupState, ...]
     workers: tuple[WorkerState, ...]
     jobs: tuple[JobState, ...]
+    takes: tuple[tuple[int, str, int, int, int], ...] = ()  # (run_id, purpose, step, prompt_index, take) of the newest group given up

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from scavenger.ledger import records as rec
+from scavenger.router import samples as sm
 from scavenger.router.state import Core, Group, Run, Sample, SampleStatus, Version, Worker, WorkerStatus
 from scavenger.wire import EngineSpec, Reply, RunOpened, Sampling
 
@@ -26,14 +27,29 @@ def restore(core: Core, snapshot: rec.Snapshot) -> None:
             _restore_worker(core, by_id[worker_state.joined.run_id], worker_state.joined)
     for state_of_group in _newest_takes(snapshot.groups):
         owner = by_id.get(state_of_group.created.run_id)
-        if owner is None or not any(s.state in ("open", "complete") for s in state_of_group.samples):
+        if owner is None or not _unsettled(owner, state_of_group):
             continue
         group = adopt_state(core, owner, state_of_group)
-        poisoned = next((s for s in group.samples if s.error is not None), None)
-        if poisoned is not None and owner.on_poison == "stop":
-            owner.stopped = f"sample {poisoned.id} is poisoned"
+        for row, sample in zip(state_of_group.samples, group.samples, strict=True):
+            # One that an older attempt left is generated anew: it stops nobody.
+            if row.state == "poisoned" and row.ended_attempt == owner.attempt and owner.on_poison == "stop" and not owner.stopped:
+                sm.stop_run(sample, row.reason)
+    for run_id, purpose, step, prompt_index, take in snapshot.takes:
+        if run_id in by_id:
+            by_id[run_id].takes[purpose, step, prompt_index] = take + 1
     for run in by_id.values():
         run.step_samples = _newest_step(snapshot.groups, run.id)
+
+
+def _unsettled(run: Run, state: rec.GroupState) -> bool:
+    """Whether somebody may still ask for the group: it is in flight, or no step that stands has taken it.
+
+    `last_step` was set back when the present attempt began, so a later train step was taken by an older attempt: the present one is
+    to be offered what that consumed.
+    """
+    if any(s.state in ("open", "complete") for s in state.samples):
+        return True
+    return state.created.step > run.last_step if state.created.purpose == "train" else any(s.state == "poisoned" for s in state.samples)
 
 
 def _newest_step(groups: tuple[rec.GroupState, ...], run_id: int) -> int:
@@ -48,7 +64,7 @@ def _newest_step(groups: tuple[rec.GroupState, ...], run_id: int) -> int:
 def _newest_takes(groups: tuple[rec.GroupState, ...]) -> list[rec.GroupState]:
     """One group for each prompt of a step: the newest."""
     newest: dict[tuple[int, str, int, int], rec.GroupState] = {}
-    for state in sorted(groups, key=lambda g: (g.created.take, g.created.group_id)):
+    for state in sorted(groups, key=lambda g: g.created.group_id):
         made = state.created
         newest[(made.run_id, made.purpose, made.step, made.prompt_index)] = state
     return sorted(newest.values(), key=lambda g: g.created.group_id)
@@ -100,7 +116,7 @@ def _restore_status(core: Core, run: Run, sample: Sample, row: rec.SampleState) 
         sample.status = SampleStatus.COMPLETE
     elif row.state != "open":
         sample.status = SampleStatus.ENDED
-        sample.error = "poisoned" if row.state == "poisoned" else None
+        sample.error = (row.reason or "poisoned") if row.state == "poisoned" else None
     elif row.lease is not None and row.lease[1] in run.workers:
         epoch, worker_id, version = row.lease
         sample.status, sample.epoch, sample.lease_version = SampleStatus.UNCONFIRMED, epoch, version
@@ -123,7 +139,7 @@ def _restore_run(state: rec.RunState, now: float) -> Run:
     run.max_engines, run.gpus_per_engine = int(section.get("max_engines", 0)), int(section.get("gpus_per_engine", 1))
     run.poison_after, run.on_poison = int(section.get("poison_after", 3)), str(section.get("on_poison", "stop"))
     run.attempt, run.resume_step, run.last_step = state.attempt, state.resume_step, state.last_step
-    run.trainer_seen = now
+    run.trainer_seen, run.ended = now, state.ended
     for v in state.versions:
         run.versions[v.version] = Version(v.version, v.step, v.root, v.manifest)
     run.next_version = max(run.versions, default=0) + 1

@@ -164,7 +164,7 @@ def _attach(core: Core, conn: int, run: Run, body: Attach) -> ReplyBody:
         group.delivered_to = run.attempt if group.id in have else 0
         sm.deliver_if_done(core, group)
     if run.stopped:
-        core.send_durable(conn, RunStopped(run.stopped))
+        core.send_durable(conn, RunStopped(run.stopped, run.stop_remedy))
     return Ok()
 
 
@@ -360,6 +360,7 @@ def _close(core: Core, run: Run, body: CloseRun) -> ReplyBody:
         for sample in group.samples:
             if sample.status is not SampleStatus.ENDED:
                 sm.abandon(core, sample, "surplus", f"the run {body.state}")
+        run.takes[group.key] = group.take + 1
         sm.forget(core, group)
     for worker in list(run.workers.values()):
         wk.drain(core, worker, f"the run {body.state}")

@@ -195,11 +195,17 @@ def poison(core: Core, sample: Sample, reason: str) -> None:
     if run.on_poison == "stop":
         if run.stopped:
             return  # its trainer was told of the first
-        run.stopped = cause
-        remedy = f'look at it: scavenger samples {run.name} --step {sample.group.step}; on_poison = "mask" goes on without it'
-        core.send_durable(run.conn, RunStopped(cause, remedy))
+        stop_run(sample, cause)
+        core.send_durable(run.conn, RunStopped(run.stopped, run.stop_remedy))
     else:
         deliver_if_done(core, sample.group)
+
+
+def stop_run(sample: Sample, cause: str) -> None:
+    """The run cannot go on, and says why and what to do to every trainer that attaches."""
+    run = sample.group.run
+    run.stopped = cause or f"sample {sample.id} is poisoned"
+    run.stop_remedy = f'look at it: scavenger samples {run.name} --step {sample.group.step}; on_poison = "mask" goes on without it'
 
 
 def abandon(core: Core, sample: Sample, state: str, reason: str) -> None:
@@ -210,7 +216,8 @@ def abandon(core: Core, sample: Sample, state: str, reason: str) -> None:
         _end_lease(core, sample, state, 0)
     sample.group.run.queue.discard(sample)
     sample.step("abandon")
-    core.record(rec.SampleEnded(sample.id, state, reason, 0, 0, sample.reward, None, core.now))
+    attempt = sample.group.run.attempt if state == "poisoned" else 0  # it stops this attempt, and none after it
+    core.record(rec.SampleEnded(sample.id, state, reason, 0, attempt, sample.reward, None, core.now))
 
 
 def supersede(core: Core, group: Group, reason: str) -> None:

@@ -171,6 +171,7 @@ class Run:
     workers: dict[int, Worker] = field(default_factory=dict)
     reserved_awake: bool = True
     stopped: str = ""
+    stop_remedy: str = ""
     ended: bool = False
     step_samples: int = 0  # samples of the newest submitted step: what the fleet is sized for
     trainer_seen: float = 0.0

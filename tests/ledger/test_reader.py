@@ -95,6 +95,39 @@ def test_a_reopened_sample_is_complete_again_and_keeps_its_reward(url: str) -> N
     ]
 
 
+def poisoned(attempt: int = 1) -> list[r.Record]:
+    """Both samples of group 10 are given up."""
+    ends: list[r.Record] = [r.SampleEnded(i, "poisoned", "failed 3 times", 0, attempt, None, None, T0 + 11) for i in (11, 12)]
+    return [group(10, 11, 2, 1, 1), *ends]
+
+
+def test_a_group_of_poisoned_samples_is_read_until_its_step_is_taken_and_again_when_that_is_rewound(url: str) -> None:
+    written(url, [prologue(), poisoned()])
+    (only,) = snapshot(url).groups
+    assert [(s.state, s.ended_attempt, s.reason) for s in only.samples] == [("poisoned", 1, "failed 3 times")] * 2
+    written(url, [[r.StepCommitted(1, 1, "train", 1, 1, "{}", T0 + 12)]])
+    assert snapshot(url).groups == ()
+    written(url, [[r.StepsRewound(1, 2, 0, T0 + 20)]])
+    assert len(snapshot(url).groups) == 1
+
+
+def test_the_newest_take_that_was_given_up_is_known_for_each_prompt(url: str) -> None:
+    def superseded(sample: int) -> r.Record:
+        return r.SampleEnded(sample, "superseded", "", 0, 0, None, None, T0 + 11)
+
+    groups = [group(10, 11, 1, 1, 1), superseded(11), group(20, 21, 1, 1, 1, take=1), superseded(21), group(30, 31, 1, 1, 1, take=2)]
+    written(url, [prologue(), groups])
+    assert snapshot(url).takes == ((1, "train", 1, 0, 1),)
+
+
+def test_a_resume_from_before_the_kept_checkpoints_is_read_from_there(url: str) -> None:
+    saved = [r.CheckpointRecorded(1, step, 1, b"root", f"/ckpt/{step}", T0 + 12) for step in (1,)]
+    written(url, [prologue(), moved_group(), consumed(), saved])
+    assert snapshot(url).groups == ()
+    written(url, [[r.StepsRewound(1, 2, 0, T0 + 20), r.CheckpointRecorded(1, 1, 1, b"root", "/ckpt/1", T0 + 21)]])
+    assert [g.created.group_id for g in snapshot(url).groups] == [10]
+
+
 def test_ended_runs_are_in_the_snapshot_without_their_groups_and_manifests(url: str) -> None:
     """Somebody may resume one: its name, attempts and version numbers must not be given out again."""
     written(url, everything())

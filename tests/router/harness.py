@@ -10,6 +10,7 @@ import json
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from scavenger.ledger import reader, store, transaction
 from scavenger.ledger import records as rec
 from scavenger.router import audit
 from scavenger.router.events import (
@@ -108,6 +109,8 @@ class Row:
     reward: float | None = None
     lease: tuple[int, int, int] | None = None
     step: int = 0
+    attempt: int = 0
+    reason: str = ""
     ends: list[str] = field(default_factory=list)
 
 
@@ -122,6 +125,7 @@ class Ledger:
         self.samples: dict[int, Row] = {}
         self.workers: dict[int, rec.WorkerJoined] = {}
         self.delivered: dict[int, int] = {}
+        self.taken: set[tuple[int, str, int]] = set()  # (run, purpose, step) of steps that were taken and not rewound
         self.events: list[rec.Event] = []
         self.log: list[rec.Record] = []
         self.consumed: dict[int, int] = {}  # sample -> times consumed and not reopened
@@ -144,12 +148,15 @@ class Ledger:
                 run["ended"] = False
             case rec.StepsRewound():
                 self.runs[record.run_id]["last"] = record.to_step
+                self.taken = {t for t in self.taken if t[0] != record.run_id or t[2] <= record.to_step}
             case rec.RunEnded():
                 self.runs[record.run_id]["ended"] = True
             case rec.VersionPublished():
                 self.versions.append(record)
-            case rec.StepCommitted(purpose="train"):
-                self.runs[record.run_id]["last"] = record.step
+            case rec.StepCommitted():
+                self.taken.add((record.run_id, record.purpose, record.step))
+                if record.purpose == "train":
+                    self.runs[record.run_id]["last"] = record.step
             case rec.GroupCreated():
                 assert record.group_id not in self.groups
                 self.groups[record.group_id], self.group_versions[record.group_id] = record, record.version
@@ -199,6 +206,7 @@ class Ledger:
             case rec.SampleEnded():
                 row = self.samples[record.sample_id]
                 row.state, row.reward, row.step = record.state, record.reward, record.step
+                row.attempt, row.reason = record.attempt, record.reason
                 row.ends.append(record.state)
                 if record.state == "consumed":
                     self.consumed[record.sample_id] = self.consumed.get(record.sample_id, 0) + 1
@@ -207,7 +215,7 @@ class Ledger:
                     self.consumed.pop(record.sample_id, None)
             case rec.SampleReopened():
                 row = self.samples[record.sample_id]
-                row.state, row.step = "complete", 0
+                row.state, row.step, row.attempt, row.reason = "complete", 0, 0, ""
                 row.ends.append("reopened")
                 self.consumed.pop(record.sample_id, None)
 
@@ -221,7 +229,8 @@ class Ledger:
             self.group_versions[group_id],
             tuple(
                 rec.SampleState(
-                    i, r.index, r.state, r.epoch, r.moves, r.tokens, r.logprobs, r.raw_logprobs, r.finish, r.reward, r.lease, r.step
+                    i, r.index, r.state, r.epoch, r.moves, r.tokens, r.logprobs, r.raw_logprobs, r.finish, r.reward, r.lease, r.step,
+                    r.attempt, r.reason,
                 )
                 for i, r in rows
             ),
@@ -233,21 +242,34 @@ class Ledger:
             row.group_id
             for row in self.samples.values()
             if self.groups[row.group_id].run_id == run_id
-            and (row.state in ("open", "complete") or (row.state in ends and row.step > after))
+            and (row.state in ("open", "complete") or (row.state in ends and row.step > after) or self._untaken_poison(row))
         }
         return tuple(self._state(i) for i in sorted(found))
+
+    def _untaken_poison(self, row: Row) -> bool:
+        made = self.groups[row.group_id]
+        return row.state == "poisoned" and (made.run_id, made.purpose, made.step) not in self.taken
+
+    def _takes(self) -> tuple[tuple[int, str, int, int, int], ...]:
+        newest: dict[tuple[int, str, int, int], int] = {}
+        for row in self.samples.values():
+            if row.state in ("superseded", "poisoned", "surplus"):
+                made = self.groups[row.group_id]
+                key = (made.run_id, made.purpose, made.step, made.prompt_index)
+                newest[key] = max(made.take, newest.get(key, 0))
+        return tuple((*key, take) for key, take in newest.items())
 
     def history(self, run_id: int, after_step: int) -> tuple[rec.GroupState, ...]:
         return self._wanted(run_id, after_step)
 
     def snapshot(self) -> rec.Snapshot:
-        active = {i: run for i, run in self.runs.items() if not run["ended"]}
+        active = [i for i, run in self.runs.items() if not run["ended"]]
         runs = tuple(
             rec.RunState(
                 run["created"], run["attempt"], run["resume"], run["last"], run["engine"], run["config"],  # type: ignore[arg-type]
-                tuple(v for v in self.versions if v.run_id == i), (),
+                tuple(v for v in self.versions if v.run_id == i), (), bool(run["ended"]),
             )
-            for i, run in active.items()
+            for i, run in self.runs.items()
         )  # fmt: skip
         groups = tuple(g for i in active for g in self._wanted(i, -1))
         workers = tuple(rec.WorkerState(w) for w in self.workers.values())
@@ -256,7 +278,35 @@ class Ledger:
             return max(ids, default=0) + 1  # type: ignore[call-overload, no-any-return]
 
         joined = [r.worker_id for r in self.log if isinstance(r, rec.WorkerJoined)]
-        return rec.Snapshot(after(self.runs), after(self.groups), after(self.samples), after(joined), runs, groups, workers, ())
+        ids = (after(self.runs), after(self.groups), after(self.samples), after(joined))
+        return rec.Snapshot(*ids, runs, groups, workers, (), self._takes())
+
+
+class StoredLedger(Ledger):
+    """The same, kept in a real SQLite ledger as well: what a restart or a resume reads comes from there."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        store.upgrade(url)
+        self._engine = store.open_engine(url)
+        self._generation = transaction.grant_generation(self._engine, "host", 1, "test", 0.0)
+        self._connection = transaction.open_connection(self._engine)
+        self._batch = 0
+
+    def apply(self, records: tuple[rec.Record, ...]) -> None:
+        super().apply(records)
+        self._batch += 1
+        transaction.commit_batch(self._connection, self._generation, self._batch, records, 0.0)
+
+    def history(self, run_id: int, after_step: int) -> tuple[rec.GroupState, ...]:
+        return reader.replay_groups(self._engine, run_id, after_step)
+
+    def snapshot(self) -> rec.Snapshot:
+        return reader.read_snapshot(self._engine)
+
+    def close(self) -> None:
+        self._connection.close()
+        self._engine.dispose()
 
 
 # ---------------------------------------------------------------- the bench

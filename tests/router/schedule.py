@@ -51,7 +51,7 @@ from scavenger.wire import (
     WeightsLoaded,
     Welcome,
 )
-from tests.router.harness import OWNER, SOURCE, Bench, chunk_of, open_body, payload, root, specs
+from tests.router.harness import OWNER, SOURCE, Bench, Ledger, chunk_of, open_body, payload, root, specs
 
 MAX_TOKENS = 8
 PROMPTS, N = 3, 2
@@ -72,8 +72,9 @@ def finish_at(sample_id: int, length: int) -> str | None:
 class WatchedBench(Bench):
     """A bench that keeps every event for a replay and holds each message to what is durable when it is sent."""
 
-    def __init__(self) -> None:
+    def __init__(self, ledger: Ledger | None = None) -> None:
         super().__init__(auto=False, limits=Limits())
+        self.ledger = ledger or self.ledger
         self.log: list[tuple[float, RouterEvent | str]] = []
 
     def handle(self, event: RouterEvent) -> list[RouterAction]:
@@ -162,9 +163,9 @@ class SimWorker:
 class World:
     """One schedule. `calm` switches every disturbance off."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, ledger: Ledger | None = None) -> None:
         self.rng = random.Random(seed)
-        self.bench = WatchedBench()
+        self.bench = WatchedBench(ledger)
         self.calm = False
         self.conns = 100
         self.workers: list[SimWorker] = []
@@ -405,6 +406,8 @@ class World:
             self.spawn("harvested")
         for _ in range(600):
             if self.trainer.satisfied():
+                self.bench.settle()
+                self.audit_groups()
                 return
             self.bench.settle()
             self.trainer.act()
@@ -415,6 +418,23 @@ class World:
             self.bench.tick(0.25)
         lost = [(s.id, str(s.status), s.worker_id) for s in self.bench.router.core.samples.values() if not s.done]
         raise AssertionError(f"the run does not go on: {self.trainer}, open samples {lost}, workers {self.workers}")
+
+
+    def audit_groups(self) -> None:
+        """Each prompt of a step has one group that stands (I3), and its takes are numbered without a gap or a repeat."""
+        ledger = self.bench.ledger
+        standing: dict[tuple[int, int], list[int]] = {}
+        takes: dict[tuple[int, int], list[int]] = {}
+        for group_id, made in sorted(ledger.groups.items()):
+            key = (made.step, made.prompt_index)
+            states = {ledger.samples[made.first_sample_id + i].state for i in range(made.n)}
+            standing.setdefault(key, []).extend([group_id] if states != {"superseded"} else [])
+            takes.setdefault(key, []).append(made.take)
+        for key, numbers in takes.items():
+            assert numbers == list(range(len(numbers))), f"step and prompt {key}: takes {numbers}"
+        for (step, prompt), groups in standing.items():
+            least = 1 if step < self.trainer.step else 0
+            assert least <= len(groups) <= 1, f"step {step}, prompt {prompt}: groups {groups} stand (I3)"
 
 
 # ---------------------------------------------------------------- the trainer
@@ -590,9 +610,9 @@ class Failed(AssertionError):
         self.seed, self.log = seed, log
 
 
-def run(seed: int, events: int = 200) -> World:
-    """Play one schedule; raises `Failed`."""
-    world = World(seed)
+def run(seed: int, events: int = 200, ledger: Ledger | None = None) -> World:
+    """Play one schedule, over a ledger in memory unless another is given; raises `Failed`."""
+    world = World(seed, ledger)
     try:
         for _ in range(events):
             world.step()

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from scavenger.ledger import records as rec
+from scavenger.router import restore
 from scavenger.router import samples as sm
 from scavenger.router import workers as wk
 from scavenger.router.state import Core, Sample, SampleStatus
 from scavenger.wire import Chunk, Lease
 from tests.router import schedule
+from tests.router.harness import StoredLedger
 
 
 @pytest.mark.parametrize("first", range(0, 240, 40))
@@ -20,6 +23,15 @@ def test_random_schedules_hold_every_invariant_and_get_every_step_done(first: in
     for seed in range(first, first + 40):
         steps += schedule.run(seed, 300).trainer.steps_done
     assert steps >= 40, "the schedules hardly trained: they prove nothing"
+
+
+@pytest.mark.parametrize("seed", range(500, 512))
+def test_random_schedules_hold_over_a_real_ledger(seed: int, tmp_path: Path) -> None:
+    ledger = StoredLedger(f"sqlite:///{tmp_path / 'ledger.sqlite3'}")
+    try:
+        assert schedule.run(seed, 300, ledger).trainer.steps_done
+    finally:
+        ledger.close()
 
 
 @pytest.mark.long
@@ -151,11 +163,16 @@ def _deaf_to_lost_assignments(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(wk, "_assignment_lost", lambda *_: False)
 
 
+def _forget_rewound_steps(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(restore, "_unsettled", lambda _, state: any(s.state in ("open", "complete") for s in state.samples))
+
+
 @pytest.mark.parametrize(
     "plant",
     [
         _any_epoch, _any_worker, _deliver_early, _deliver_before_durable, _drop_on_release, _forget_tokens, _budget_of_each_lease,
         _replay_other_weights, _never_ask_again, _deaf_to_lost_assignments,
+        _forget_rewound_steps,
     ],
 )  # fmt: skip
 def test_the_driver_finds_a_planted_bug(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
