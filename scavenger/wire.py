@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 from array import array
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 
@@ -39,6 +39,16 @@ class Part(msgspec.Struct, frozen=True, gc=False):
     """Base of what messages are made of."""
 
 
+RUN_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
+RunName = Annotated[str, msgspec.Meta(pattern=RUN_NAME_PATTERN)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+MAX_WORDS = 4096
+Words = Annotated[str, msgspec.Meta(max_length=MAX_WORDS)]
+#: Bounds keep NaN out too: no comparison with it is true.
+Rate = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
 # ---------------------------------------------------------------- shared parts
 
 
@@ -54,10 +64,10 @@ class SampleKey(Part, frozen=True):
 class Sampling(Part, frozen=True):
     """How tokens are drawn. `max_tokens` is the budget of the whole sample, over all its leases. `top_k` 0 = off."""
 
-    max_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
+    max_tokens: Positive
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 1.0
+    top_p: Share = 1.0
+    top_k: Count = 0
     stop_token_ids: tuple[int, ...] = ()
 
 
@@ -101,12 +111,12 @@ class Chunk(Part, frozen=True):
 class EngineSpec(Part, frozen=True):
     """What a worker needs to build its engine, besides weights. `model_config` is the text of a Hugging Face config.json."""
 
-    name: str
+    name: RunName
     model_config: str
     dtype: str
-    max_batch: int
-    context_length: int
-    pace: float = 0.0  # tokens a second and sample at most; 0 = as fast as it goes
+    max_batch: Positive
+    context_length: Positive
+    pace: Rate = 0.0  # tokens a second and sample at most; 0 = as fast as it goes
 
 
 class WeightSource(Part, frozen=True):
@@ -133,10 +143,10 @@ class WorkerHello(Message, frozen=True):
     session: str
     incarnation: int
     job_id: int
-    node: str
+    node: Words
     gpus: int
-    engine: str
-    code_version: str
+    engine: Words
+    code_version: Words
     pid: int
     loaded_version: int = -1
     held: tuple[Held, ...] = ()
@@ -171,7 +181,7 @@ class WeightsFailed(Message, frozen=True):
     """A version could not be completed or verified; the old one (or none) is in place."""
 
     version: int
-    reason: str
+    reason: Words
 
 
 class SampleFailed(Message, frozen=True):
@@ -179,7 +189,7 @@ class SampleFailed(Message, frozen=True):
 
     sample_id: int
     epoch: int
-    reason: str
+    reason: Words
 
 
 class Asleep(Message, frozen=True):
@@ -192,7 +202,7 @@ class Goodbye(Message, frozen=True):
     `notice`: it was asked to leave (SIGTERM, Drain). `failed`: its engine died; what it held counts as having killed it.
     """
 
-    reason: str
+    reason: Words
     notice: bool
     failed: bool = False
 
@@ -282,18 +292,18 @@ class OpenRun(Message, frozen=True):
     """
 
     protocol: int
-    run: str
+    run: RunName
     seed: int
     config: str  # the run.toml as JSON, for the ledger
     engine: EngineSpec
     tokenizer: str  # path of tokenizer.json, for `scavenger samples`
     harvest: bool
-    max_engines: int
-    gpus_per_engine: int
-    resume_step: int
-    host: str
+    max_engines: Count
+    gpus_per_engine: Positive
+    resume_step: Count
+    host: Words
     job_id: int
-    poison_after: int = 3
+    poison_after: Positive = 3
     on_poison: str = "stop"  # "stop" | "mask"
 
 
@@ -351,7 +361,7 @@ class SampleOutcome(Part, frozen=True):
     outcome: str
     reward: float
     advantage: float
-    reason: str = ""
+    reason: Words = ""
 
 
 class CommitStep(Message, frozen=True):
@@ -377,7 +387,7 @@ class CloseRun(Message, frozen=True):
     """The run is over: harvested engines leave at once."""
 
     state: str  # "finished" | "failed" | "stopped"
-    reason: str = ""
+    reason: Words = ""
 
 
 class Ping(Message, frozen=True):
@@ -519,7 +529,7 @@ def _decode(decoder: msgspec.msgpack.Decoder[T], frame: bytes | memoryview, limi
         raise WireError(f"a message of {len(frame):,} bytes is over the limit of {limit:,}")
     try:
         return decoder.decode(frame)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, MemoryError) as error:
         raise WireError(f"not a message of protocol {PROTOCOL}: {error}") from error
 
 
@@ -536,6 +546,11 @@ def decode_to_worker(frame: bytes | memoryview) -> ToWorker:
 def decode_to_trainer(frame: bytes | memoryview) -> ToTrainer:
     """Decode what the daemon sent to a trainer. Raises `WireError`."""
     return _decode(_to_trainer, frame, MAX_MESSAGE_BYTES)
+
+
+def words(text: str) -> str:
+    """`text` cut to what a message's reason may hold."""
+    return text if len(text) <= MAX_WORDS else text[: MAX_WORDS - 1] + "…"
 
 
 def _pack(code: str, values: Iterable[Any]) -> bytes:

@@ -93,7 +93,7 @@ class Scoring:
         outcomes, rows = [], []
         for (sample, reward, why), advantage in zip(scored, found.values.tolist(), strict=True):
             if why:
-                outcomes.append(wire.SampleOutcome(sample.sample_id, "masked", math.nan, 0.0, why))
+                outcomes.append(wire.SampleOutcome(sample.sample_id, "masked", math.nan, 0.0, wire.words(why)))
                 continue
             kind = "consumed" if trained else "filtered"
             outcomes.append(wire.SampleOutcome(sample.sample_id, kind, reward, advantage, "" if trained else found.reason))

@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import os
 import pwd
+import re
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -40,6 +41,7 @@ from scavenger.harvest.tracker import Output, Tracker
 from scavenger.ledger import records as rec
 from scavenger.router.events import Identity, IntentRevoked, RouterEvent
 from scavenger.router.machine import Demand
+from scavenger.wire import RUN_NAME_PATTERN
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -47,6 +49,7 @@ log = structlog.get_logger()
 
 #: A drained engine's job that is still there after this is cancelled.
 LEAVE_S = 30.0
+RUN_NAME = re.compile(RUN_NAME_PATTERN)
 #: Longest wait between two tries to reach a scheduler that does not answer.
 MAX_RETRY_S = 300.0
 #: Least time between two observations, whoever pokes.
@@ -280,6 +283,7 @@ class Harvester:
                 self.tracker.revoke(action.intent_id, Leaving.GIVEN_BACK, action.reason, now)
         known = tuple(sorted(job_id for job_id in ids.values() if job_id))
         if known:
+            await self._commit([])  # a daemon that another one replaced meanwhile is fenced here, before it takes that one's jobs away
             await self._call(self.cluster.cancel, known)
         for action in actions:
             if ids[action.intent_id]:
@@ -289,7 +293,7 @@ class Harvester:
         if not job_ids:
             return
         why = "it carries this ledger's id and an intent that the ledger does not have open"
-        self._write([rec.Event("stranger_cancelled", 0, f"job {job_id}", why, "{}", self._clock()) for job_id in job_ids])
+        await self._commit([rec.Event("stranger_cancelled", 0, f"job {job_id}", why, "{}", self._clock()) for job_id in job_ids])
         await self._call(self.cluster.cancel, job_ids)
 
     def _give_back(self, action: GiveBack, inputs: str) -> None:
@@ -303,6 +307,9 @@ class Harvester:
         intent_id = sights.intent_name(self._token())
         pair = keys.generate(action.run, intent_id)
         assert self._info is not None
+        if not RUN_NAME.fullmatch(action.run):  # refused where runs are opened; a ledger may be older than that
+            self._write([rec.Event("run_name_refused", action.run_id, repr(action.run), "no job can carry this name", "{}", self._clock())])
+            return False
         spec = job_spec(self.config, self._template, self._info.backend, self.uid, intent_id, action)
         now = self._clock()
         intended = rec.JobIntended(intent_id, action.run_id, action.partition, action.gpus, pair.public, now)
