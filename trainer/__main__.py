@@ -1,7 +1,8 @@
 """`python -m trainer run.toml [--resume auto|none|DIR] [--local]`: one rank of the training job.
 
 Owns the process: arguments, environment, the set-up and the exit. Started by an MPI launcher on every rank (`scripts/train.sbatch`),
-or alone. Exit codes: 0 finished, 2 bad configuration, 3 a newer attempt took over, 1 anything else.
+or alone. Exit codes: 0 finished, 2 bad configuration, 3 a newer attempt took over, 1 anything else. SIGTERM ends rank 0 at once and
+closes nothing: the run can be resumed.
 
 For tests of recovery only: `SCAVENGER_TEST_CRASH=between-publish-and-commit:STEP` kills rank 0 there with SIGKILL.
 """
@@ -9,7 +10,9 @@ For tests of recovery only: `SCAVENGER_TEST_CRASH=between-publish-and-commit:STE
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import os
+import signal
 import socket
 import sys
 import traceback
@@ -19,7 +22,7 @@ from pathlib import Path
 import torch
 
 from scavenger import config as configs
-from scavenger import wire
+from scavenger import keys, wire
 from scavenger.client import Client
 from scavenger.config import RunConfig
 from scavenger.errors import ConfigError, ScavengerError, StaleAttempt
@@ -133,12 +136,32 @@ def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> None:
         ranks.stop()
 
 
+def check_reach(config: RunConfig, daemon_host: str, this_host: str) -> None:
+    """Raises `ConfigError` when engines cannot pull weights: with a daemon elsewhere engines are elsewhere too, and loopback is not."""
+    weights = config.weights
+    for key, name in (("listen", weights.listen), ("advertise", weights.advertise)):
+        if daemon_host != this_host and _is_loopback(name):
+            raise ConfigError(
+                f'weights.{key} = "{name}" is reached from {this_host} alone, and the daemon is on {daemon_host}: engines could not pull',
+                'set weights.listen = "0.0.0.0" in run.toml'
+                + (", and weights.advertise to this host's name or leave it out" if key == "advertise" else ""),
+            )
+
+
+def _is_loopback(name: str) -> bool:
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost"
+
+
 def open_run(config: RunConfig, spec: wire.EngineSpec, start: Start, stack: ExitStack, *, local: bool) -> tuple[Run, Source]:
     if local:
         here = LocalSource()
         local_run = LocalRun(spec, here, config.run.seed)
         stack.callback(local_run.close)
         return local_run, here
+    check_reach(config, keys.read_rendezvous(config.run.state_dir).host, socket.gethostname())
     client = stack.enter_context(Client.connect(config.run.state_dir, config.run.key))
     run = client.open_run(
         config,
@@ -172,6 +195,9 @@ def main(argv: list[str] | None = None) -> int:
         if comm.rank == 0:
             lead(config, comm, options)
         else:
+            # A job that Slurm ends leaves its run to be resumed. Were another rank gone before rank 0, rank 0 would take it for a
+            # failure and close the run; so rank 0 goes first, and its launcher ends the rest.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             serve(comm, make_learner(config, comm))
         leave()
     except ScavengerError as error:

@@ -1,7 +1,7 @@
 """The training job's first process: `python -m trainer.launch RUN.toml [trainer arguments]`, started by `scripts/train.sbatch`.
 
 Owns the job's processes: the MPI ranks, and beside them the reserved engines, each a step of its own (`srun --overlap`) under Slurm
-and a sibling process elsewhere. A rank never forks an engine. Knows no torch and no MPI: it builds argv and waits.
+and a sibling process elsewhere (`trainer.reserved`). A rank never forks an engine. Knows no torch and no MPI: it builds argv and waits.
 
 Environment, all optional:
     SCAVENGER_PYTHON   interpreter of ranks and engines; default this one
@@ -26,12 +26,11 @@ from pathlib import Path
 from scavenger import config as configs
 from scavenger import keys
 from scavenger.config import RunConfig
-from scavenger.errors import ConfigError, ScavengerError
+from scavenger.errors import ConfigError, Refused, ScavengerError
+from trainer import reserved
+from trainer.reserved import Engine, Place, die_with_parent
 
 POLL_S = 0.2
-STOP_S = 5.0
-ENGINE_DRAINED, ENGINE_REFUSED = 0, 78  # rollout's exit codes after which an engine is not started again
-FIRST_BACKOFF_S, MOST_BACKOFF_S = 1.0, 30.0
 PROBE = "import sys; from mpi4py import MPI; sys.exit(MPI.COMM_WORLD.Get_size() != int(sys.argv[1]))"
 OPEN_MPI = {
     "OMPI_MCA_btl": "self,tcp",
@@ -43,7 +42,7 @@ AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to start. `engine` is one reserved engine's argv; `workers` of them run."""
+    """What to start. `engine` is one reserved engine's argv; one runs at each of `places`, on `nodes` nodes."""
 
     python: str
     ranks: int
@@ -51,7 +50,8 @@ class Plan:
     launcher: str
     trainer: tuple[str, ...]
     engine: tuple[str, ...]
-    workers: int
+    places: tuple[Place, ...]
+    nodes: int
 
 
 def plan(config: RunConfig, run_toml: Path, arguments: Sequence[str], environ: Mapping[str, str]) -> Plan:
@@ -70,7 +70,15 @@ def plan(config: RunConfig, run_toml: Path, arguments: Sequence[str], environ: M
         "--state-dir", str(config.run.state_dir), "--key", str(key),
     )  # fmt: skip
     trainer = (python, "-m", "trainer", str(run_toml), *arguments)
-    return Plan(python, int(text), slurm, launcher, trainer, engine, config.reserved.workers)
+    where, nodes = _places(config.reserved.workers, environ) if slurm else ((Place(),) * config.reserved.workers, 1)
+    return Plan(python, int(text), slurm, launcher, trainer, engine, where, nodes)
+
+
+def _places(workers: int, environ: Mapping[str, str]) -> tuple[tuple[Place, ...], int]:
+    try:
+        return reserved.places(workers, environ), reserved.node_count(environ)
+    except ValueError as error:
+        raise ConfigError(f"Slurm's variables do not say what the job has: {error}", "set SCAVENGER_BACKEND=local outside Slurm") from error
 
 
 def environment(environ: Mapping[str, str], *, root: bool) -> dict[str, str]:
@@ -115,57 +123,8 @@ def _succeeds(argv: Sequence[str], environ: Mapping[str, str]) -> bool:
     return probe.returncode == 0
 
 
-def engine_argv(made: Plan) -> list[str]:
-    step = ["srun", "--overlap", "--ntasks=1", "--nodes=1", "--mpi=none"] if made.slurm else []
-    return [*step, *made.engine]
-
-
-class Engine:
-    """One reserved engine, started again (with a growing wait) when it dies, until it is drained or refused."""
-
-    def __init__(self, argv: Sequence[str], environ: Mapping[str, str], number: int) -> None:
-        self._argv = list(argv)
-        self._environ = dict(environ) | {"SCAVENGER_GPUS": "1"}
-        self._number = number
-        self._lives = 0
-        self._backoff_s = FIRST_BACKOFF_S
-        self._process: subprocess.Popen[bytes] | None = None
-        self._start_at = 0.0
-
-    def tend(self, now: float) -> None:
-        """Start it when it is due; look after it when it ended. `now`: monotonic seconds."""
-        if self._process is None:
-            if now >= self._start_at:
-                environ = self._environ | {"SCAVENGER_RESTART_COUNT": str(self._lives)}
-                self._process = subprocess.Popen(self._argv, env=environ, stdin=subprocess.DEVNULL, start_new_session=True)
-                self._lives += 1
-            return
-        code = self._process.poll()
-        if code is None:
-            return
-        self._process = None
-        if code in (ENGINE_DRAINED, ENGINE_REFUSED):
-            self._start_at = float("inf")
-            return
-        print(f"launch: reserved engine {self._number} ended with status {code}; again in {self._backoff_s:g} s", flush=True)
-        self._start_at, self._backoff_s = now + self._backoff_s, min(2 * self._backoff_s, MOST_BACKOFF_S)
-
-    def stop(self) -> None:
-        if self._process is not None:
-            _end(self._process)
-            self._process = None
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """TERM to the whole session, KILL after `STOP_S`."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        if process.poll() is not None:
-            return
-        os.killpg(process.pid, number)
-        try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            continue
+def engine_argv(made: Plan, number: int) -> list[str]:
+    return reserved.step_argv(made.engine, made.places[number], made.nodes) if made.slurm else list(made.engine)
 
 
 class _Ended(Exception):
@@ -177,28 +136,39 @@ def _raise_ended(number: int, frame: object) -> None:
 
 
 def run(made: Plan, environ: Mapping[str, str]) -> int:
-    """Start everything, wait for the ranks, end the engines. Returns the ranks' exit status."""
+    """Start everything, wait for the ranks, end the engines. Returns the ranks' exit status.
+
+    Raises `Refused` when no reserved engine gets in. However it ends, the run is not closed here: whoever starts the job again goes on.
+    """
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _raise_ended)
-    engines = [Engine(engine_argv(made), environ, number) for number in range(made.workers)]
+    engines = [Engine(engine_argv(made, number), environ, number) for number in range(len(made.places))]
     ranks: subprocess.Popen[bytes] | None = None
     try:
-        ranks = subprocess.Popen(rank_argv(made, environ), env=dict(environ), stdin=subprocess.DEVNULL, start_new_session=True)
+        ranks = subprocess.Popen(
+            rank_argv(made, environ), env=dict(environ), stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent
+        )
         while ranks.poll() is None:
             for engine in engines:
                 engine.tend(time.monotonic())
+            _check(engines)
             time.sleep(POLL_S)
         return ranks.returncode
     except _Ended as ended:
-        print(f"launch: {ended}: the job ends", flush=True)
+        print(f"launch: {ended}: the job ends; the run can be resumed", flush=True)
         return 128 + signal.Signals[str(ended)]
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
-        if ranks is not None:
-            _end(ranks)
+        reserved.end([process for process in (ranks, *(engine.process for engine in engines)) if process is not None])
         for engine in engines:
-            engine.stop()
+            engine.forget()
+
+
+def _check(engines: Sequence[Engine]) -> None:
+    """Raises `Refused` when every engine was refused too often: nobody would wake when harvested engines go."""
+    if engines and all(engine.given_up for engine in engines):
+        raise Refused(f"every reserved engine was refused {reserved.MOST_REFUSALS} times in a row: {engines[0].history.words}")
 
 
 def main(argv: Sequence[str]) -> int:

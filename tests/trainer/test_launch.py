@@ -11,7 +11,7 @@ import pytest
 
 from scavenger.config import RunConfig
 from scavenger.errors import ConfigError
-from trainer import launch
+from trainer import launch, reserved
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = RunConfig.model_validate(
@@ -31,15 +31,15 @@ def make(environ: dict[str, str], *arguments: str) -> launch.Plan:
 def test_outside_slurm_ranks_and_engines_are_siblings() -> None:
     made = make({"SCAVENGER_RANKS": "1"}, "--resume", "none")
     assert launch.rank_argv(made, {}) == ["/py", "-m", "trainer", "/run.toml", "--resume", "none"]
-    assert launch.engine_argv(made)[:5] == ["/py", "-m", "rollout", "--kind", "reserved"]
-    assert made.workers == 2
+    assert launch.engine_argv(made, 0)[:5] == ["/py", "-m", "rollout", "--kind", "reserved"]
+    assert made.places == (reserved.Place(), reserved.Place())
     assert "/state/keys/owner.key" in made.engine
 
 
 def test_under_slurm_each_engine_is_a_step_of_its_own() -> None:
     made = make({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SCAVENGER_MPI": "srun"})
     assert launch.rank_argv(made, {})[:4] == ["srun", "--mpi=pmix", "--overlap", "--ntasks=2"]
-    assert launch.engine_argv(made)[:3] == ["srun", "--overlap", "--ntasks=1"]
+    assert launch.engine_argv(made, 0)[:3] == ["srun", "--overlap", "--ntasks=1"]
     assert launch.environment({"SLURM_JOB_ID": "7"}, root=False)["SCAVENGER_JOB_ID"] == "7"
 
 
@@ -65,46 +65,74 @@ def test_where_srun_cannot_make_a_world_mpirun_does(monkeypatch: pytest.MonkeyPa
     assert launch.rank_argv(made, os.environ)[:3] == [str(tmp_path / "mpirun"), "-n", "2"]
 
 
-def test_a_dead_engine_comes_back_with_a_growing_wait_and_a_drained_one_stays_away(tmp_path: Path) -> None:
-    mark = tmp_path / "lives"
-    name = repr(str(mark))
-    script = (
-        f"import os; open({name}, 'a').write(os.environ['SCAVENGER_RESTART_COUNT']); os._exit(0 if os.path.getsize({name}) > 2 else 70)"
+def fake_python(folder: Path, body: str) -> Path:
+    """A stand-in for Python, called as `-m trainer` for the rank and as `-m rollout` for the engine."""
+    fake = folder / "python"
+    fake.write_text(f"#!/bin/sh\n{body}\n")
+    fake.chmod(0o755)
+    return fake
+
+
+def job(folder: Path, python: Path) -> tuple[list[str], dict[str, str]]:
+    """The launcher's argv and environment."""
+    run_toml = folder / "run.toml"
+    run_toml.write_text(
+        '[run]\nname="r"\nsteps=1\nstate_dir="s"\nout_dir="o"\n[model]\npath="m"\ncontext_length=24\n[sampling]\nmax_tokens=8\n'
     )
-    engine = launch.Engine([sys.executable, "-S", "-c", script], os.environ, 0)
-    now, deadline = 0.0, time.monotonic() + 20
-    waits = []
-    while time.monotonic() < deadline and engine._start_at != float("inf"):
-        before = engine._start_at
-        engine.tend(now)
-        if before != engine._start_at != float("inf"):
-            waits.append(engine._start_at - now)
-            now = engine._start_at
-        time.sleep(0.01)
-    engine.stop()
-    assert mark.read_text() == "012"
-    assert waits == [1.0, 2.0]
+    environ = dict(os.environ) | {"SCAVENGER_PYTHON": str(python), "SCAVENGER_BACKEND": "local", "PYTHONPATH": str(ROOT)}
+    environ.pop("SCAVENGER_RANKS", None)
+    return [sys.executable, "-m", "trainer.launch", str(run_toml)], environ
+
+
+def awaited(path: Path) -> int:
+    """The process id that a stand-in wrote to `path`."""
+    deadline = time.monotonic() + 20
+    while not path.exists():
+        assert time.monotonic() < deadline, path
+        time.sleep(0.02)
+    return int(path.read_text())
+
+
+def running(pid: int) -> bool:
+    """Whether it is there and not merely waiting to be collected by whoever inherited it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_the_job_ends_its_engines_with_the_ranks_status(tmp_path: Path) -> None:
     """The launcher's own process, with a stand-in for Python that tells the two apart."""
-    fake = tmp_path / "python"
-    fake.write_text(f'#!/bin/sh\ncase "$2" in trainer) sleep 1; exit 5;; *) echo $$ > {tmp_path}/engine; exec sleep 60;; esac\n')
-    fake.chmod(0o755)
-    run_toml = tmp_path / "run.toml"
-    run_toml.write_text(
-        '[run]\nname="r"\nsteps=1\nstate_dir="s"\nout_dir="o"\n[model]\npath="m"\ncontext_length=24\n[sampling]\nmax_tokens=8\n'
-    )
-    environ = dict(os.environ) | {"SCAVENGER_PYTHON": str(fake), "SCAVENGER_BACKEND": "local", "PYTHONPATH": str(ROOT)}
-    environ.pop("SCAVENGER_RANKS", None)
-    script = [sys.executable, "-m", "trainer.launch", str(run_toml)]
+    fake = fake_python(tmp_path, f'case "$2" in trainer) sleep 1; exit 5;; *) echo $$ > {tmp_path}/engine; exec sleep 60;; esac')
+    script, environ = job(tmp_path, fake)
     done = subprocess.run(script, env=environ, timeout=30, check=False)
     assert done.returncode == 5
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "engine").read_text()), 0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_job_that_is_ended_leaves_neither_engines_nor_ranks(number: signal.Signals, tmp_path: Path) -> None:
+    fake = fake_python(tmp_path, f"echo $$ > {tmp_path}/$2.new; mv {tmp_path}/$2.new {tmp_path}/$2; exec sleep 60")
+    script, environ = job(tmp_path, fake)
     process = subprocess.Popen(script, env=environ)
-    (tmp_path / "engine").unlink()
-    while not (tmp_path / "engine").exists():
+    pids = [awaited(tmp_path / name) for name in ("trainer", "rollout")]
+    process.send_signal(number)
+    assert process.wait(20) in (143, -9)
+    deadline = time.monotonic() + 10
+    while alive := [pid for pid in pids if running(pid)]:
+        assert time.monotonic() < deadline, alive
         time.sleep(0.02)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(20) in (5, 143)
+
+
+def test_a_job_whose_every_engine_is_refused_ends_with_their_reason(tmp_path: Path) -> None:
+    fake = fake_python(
+        tmp_path, 'case "$2" in trainer) exec sleep 60;; *) echo "rollout: no such key" >&2; echo "  remedy: enroll" >&2; exit 78;; esac'
+    )
+    script, environ = job(tmp_path, fake)
+    quick = "import sys; from trainer import launch, reserved; real = reserved.ended; "
+    quick += "reserved.ended = lambda *end: (real(*end)[0], 0.05); sys.exit(launch.main(sys.argv[1:]))"
+    done = subprocess.run([sys.executable, "-c", quick, script[-1]], env=environ, timeout=30, check=False, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "every reserved engine was refused 5 times in a row: no such key; remedy: enroll" in done.stderr
+    assert done.stdout.count("reserved engine 0 was refused: no such key; remedy: enroll; again in") == 5

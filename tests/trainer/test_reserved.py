@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from scavenger import wire
+from tests.router.harness import started
+from trainer import reserved
+from trainer.reserved import ENGINE_DRAINED, ENGINE_REFUSED, History, Place
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"SLURM_JOB_NUM_NODES": "1"}, [(0, ""), (0, ""), (0, "")]),
+        ({"SLURM_JOB_NUM_NODES": "2"}, [(0, ""), (1, ""), (0, "")]),
+        ({"SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_ON_NODE": "2"}, [(0, "0"), (0, "1"), (0, "0")]),
+        ({"SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_ON_NODE": "2", "CUDA_VISIBLE_DEVICES": "5,7"}, [(0, "5"), (0, "7"), (0, "5")]),
+        ({"SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "2"}, [(0, "0"), (0, "1"), (1, "0")]),
+        ({"SLURM_NNODES": "1", "CUDA_VISIBLE_DEVICES": "3"}, [(0, ""), (0, ""), (0, "")]),
+    ],
+)
+def test_engines_are_spread_over_the_job_s_gpus_and_nodes(environ: dict[str, str], expected: list[tuple[int, str]]) -> None:
+    assert reserved.places(3, environ) == tuple(Place(*place) for place in expected)
+
+
+def test_an_engine_s_step_is_on_its_node_and_sees_its_gpu_alone() -> None:
+    step = ["srun", "--overlap", "--ntasks=1", "--nodes=1", "--mpi=none"]
+    assert reserved.step_argv(["engine"], Place(), 1) == [*step, "engine"]
+    assert reserved.step_argv(["engine"], Place(1, "3"), 2) == [*step, "--relative=1", "env", "CUDA_VISIBLE_DEVICES=3", "engine"]
+
+
+def test_the_wait_grows_to_its_bound_and_starts_over_after_a_minute_of_life() -> None:
+    history, waits = History(), []
+    for _ in range(7):
+        history, wait = reserved.ended(history, 70, 1.0, "")
+        waits.append(wait)
+    assert waits == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+    history, wait = reserved.ended(history, 70, 60.0, "")
+    assert (wait, history.backoff_s) == (1.0, 2.0)
+
+
+def test_refusals_count_in_a_row_and_not_those_of_a_run_that_is_not_open_yet() -> None:
+    history = History()
+    for code, words, refusals in [
+        (ENGINE_REFUSED, "no such key", 1),
+        (ENGINE_REFUSED, "no such key", 2),
+        (ENGINE_REFUSED, "run 'r' has ended", 2),
+        (ENGINE_REFUSED, "no such key", 3),
+        (ENGINE_DRAINED, "", 0),
+    ]:
+        history, _ = reserved.ended(history, code, 1.0, words)
+        assert history.refusals == refusals
+
+
+def test_the_daemon_s_words_for_a_closed_run_are_those_that_are_looked_for() -> None:
+    bench = started()
+    bench.call(wire.CloseRun("failed"))
+    bench.hello(9, kind="reserved")
+    (rejected,) = bench.take(9, wire.Rejected)
+    assert reserved.RUN_ENDED in rejected.reason
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("x\nrollout: no key\n  remedy: make one\nsrun: error: task 0: Exited with exit code 78\n", "no key; remedy: make one"),
+        ("rollout: first\nrollout: second\n", "second"),
+        ("srun: error: no such node\n\n", "srun: error: no such node"),
+        ("", "it said nothing"),
+    ],
+)
+def test_an_engine_s_last_words_are_found_among_what_it_wrote(said: str, expected: str) -> None:
+    assert reserved.reason(said) == expected
+
+
+def test_an_engine_is_started_again_after_every_end_in_its_own_slot(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It is drained, refused, and dies; `now` is the test's, so no wait is waited for."""
+    mark = tmp_path / "lives"
+    script = f"""
+import os, sys
+with open({str(mark)!r}, "a") as file:
+    print(os.environ["SCAVENGER_SLOT"], os.environ["SCAVENGER_RESTART_COUNT"], file=file)
+print("rollout: life", os.environ["SCAVENGER_RESTART_COUNT"], file=sys.stderr, flush=True)
+os._exit([0, 78, 70][int(os.environ["SCAVENGER_RESTART_COUNT"])])
+"""
+    engine = reserved.Engine([sys.executable, "-S", "-c", script], os.environ, 4)
+    now, deadline, waits = 0.0, time.monotonic() + 20, []
+    while len(waits) < 3:
+        assert time.monotonic() < deadline
+        before = engine.start_at
+        engine.tend(now)
+        if engine.start_at != before:
+            waits.append(engine.start_at - now)
+            now = engine.start_at
+        time.sleep(0.005)
+    assert mark.read_text() == "4 0\n4 1\n4 2\n"
+    assert waits == [1.0, 2.0, 4.0]
+    out, err = capfd.readouterr()
+    assert "reserved engine 4 was let go; again in 1 s" in out
+    assert "reserved engine 4 was refused: life 1; again in 2 s" in out
+    assert "reserved engine 4 ended with status 70; again in 4 s" in out
+    assert err == "rollout: life 0\nrollout: life 1\nrollout: life 2\n"

@@ -1,0 +1,189 @@
+"""The training job's reserved engines: where each one runs, its process, and when that is started again.
+
+Owns the back-off and what an engine's end means; does not know the ranks, MPI or the daemon. An engine is started again whatever its
+end was, while the job lives: a run that was closed is opened again by the next trainer, and a refusal may be mended from outside.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+STOP_S = 5.0
+ENGINE_DRAINED, ENGINE_REFUSED = 0, 78  # two of rollout's exit codes
+FIRST_BACKOFF_S, MOST_BACKOFF_S = 1.0, 30.0
+STEADY_S = 60.0  # an engine that lived this long did not die of how it was started
+MOST_REFUSALS = 5  # in a row
+#: What the daemon says of a run that is closed. Its trainer may be about to open it again, so this refusal is not held against an engine.
+RUN_ENDED = "has ended"
+TAIL_BYTES = 4096
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+# ---------------------------------------------------------------- where
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """`node`: its number in the allocation. `gpu`: a value for CUDA_VISIBLE_DEVICES; "" = the job has no GPUs to choose from."""
+
+    node: int = 0
+    gpu: str = ""
+
+
+def node_count(environ: Mapping[str, str]) -> int:
+    return int(environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or "1")
+
+
+def places(count: int, environ: Mapping[str, str]) -> tuple[Place, ...]:
+    """Pure: engine i gets the job's i-th GPU, node by node, and the first again after the last; without GPUs, the i-th node.
+
+    CUDA_VISIBLE_DEVICES, where Slurm set it, names the GPUs that the job has on a node; else they are numbered from 0.
+    Raises `ValueError` for counts that are no numbers.
+    """
+    nodes = node_count(environ)
+    gpus = int(environ.get("SLURM_GPUS_ON_NODE") or "0")
+    named = [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    devices = named if len(named) == gpus else [str(index) for index in range(gpus)]
+    if not devices:
+        return tuple(Place(index % nodes) for index in range(count))
+    return tuple(Place(index // gpus % nodes, devices[index % gpus]) for index in range(count))
+
+
+def step_argv(engine: Sequence[str], place: Place, nodes: int) -> list[str]:
+    """An engine as a Slurm step of its own. Slurm sets CUDA_VISIBLE_DEVICES in each step, so `env` sets it inside the step."""
+    argv = ["srun", "--overlap", "--ntasks=1", "--nodes=1", "--mpi=none"]
+    if nodes > 1:
+        argv.append(f"--relative={place.node}")
+    return [*argv, *(["env", f"CUDA_VISIBLE_DEVICES={place.gpu}"] if place.gpu else []), *engine]
+
+
+# ---------------------------------------------------------------- when
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What a next start depends on. `refusals` in a row; `words`: why it was refused last."""
+
+    backoff_s: float = FIRST_BACKOFF_S
+    refusals: int = 0
+    words: str = ""
+
+
+def ended(history: History, code: int, lived_s: float, words: str) -> tuple[History, float]:
+    """Pure: after an engine's end, its history and the seconds to wait before it is started again."""
+    steady = lived_s >= STEADY_S
+    wait = FIRST_BACKOFF_S if steady else history.backoff_s
+    refusals = 0 if steady or code != ENGINE_REFUSED else history.refusals
+    if code == ENGINE_REFUSED and RUN_ENDED not in words:
+        refusals += 1
+    return History(min(2 * wait, MOST_BACKOFF_S), refusals, words), wait
+
+
+def reason(tail: str) -> str:
+    """An engine's own last words, cause and remedy, out of what it wrote to standard error."""
+    lines = tail.splitlines()
+    for place in range(len(lines) - 1, -1, -1):
+        if lines[place].startswith("rollout: "):
+            remedy = [line.strip() for line in lines[place + 1 : place + 2] if line.startswith("  remedy: ")]
+            return "; ".join([lines[place].removeprefix("rollout: "), *remedy])
+    return next((line for line in reversed(lines) if line.strip()), "it said nothing")
+
+
+# ---------------------------------------------------------------- the process
+
+
+def die_with_parent() -> None:
+    """In a child, before its program starts: SIGTERM when the launcher is gone, so that even a killed launcher leaves nothing."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+class Engine:
+    """One reserved engine, started again with a growing wait whenever it ends. What it writes to standard error is passed on."""
+
+    def __init__(self, argv: Sequence[str], environ: Mapping[str, str], number: int) -> None:
+        self._argv = list(argv)
+        self._environ = dict(environ) | {"SCAVENGER_GPUS": "1", "SCAVENGER_SLOT": str(number)}
+        self._number = number
+        self._lives = 0
+        self._tail = b""
+        self._started_at = 0.0
+        self.history = History()
+        self.start_at = 0.0
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def given_up(self) -> bool:
+        return self.history.refusals >= MOST_REFUSALS
+
+    def tend(self, now: float) -> None:
+        """Start it when it is due; look after it when it ended. `now`: monotonic seconds."""
+        if self.process is None:
+            if now >= self.start_at:
+                self._start(now)
+            return
+        code = self.process.poll()
+        self._listen(self.process)
+        if code is None:
+            return
+        self._let_go(self.process)
+        said = reason(self._tail.decode(errors="replace"))
+        self.history, wait = ended(self.history, code, now - self._started_at, said)
+        what = {ENGINE_DRAINED: "was let go", ENGINE_REFUSED: f"was refused: {said}"}.get(code, f"ended with status {code}")
+        print(f"launch: reserved engine {self._number} {what}; again in {wait:g} s", flush=True)
+        self.start_at = now + wait
+
+    def forget(self) -> None:
+        """After its process was ended: pass on its last words."""
+        if self.process is not None:
+            self._listen(self.process)
+            self._let_go(self.process)
+
+    def _start(self, now: float) -> None:
+        environ = self._environ | {"SCAVENGER_RESTART_COUNT": str(self._lives)}
+        self.process = subprocess.Popen(
+            self._argv, env=environ, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True, preexec_fn=die_with_parent
+        )  # fmt: skip
+        assert self.process.stderr is not None
+        os.set_blocking(self.process.stderr.fileno(), False)
+        self._lives, self._tail, self._started_at = self._lives + 1, b"", now
+
+    def _listen(self, process: subprocess.Popen[bytes]) -> None:
+        """Pass on what there is. A process of its own that holds the pipe longer than the engine lives is not waited for."""
+        assert process.stderr is not None
+        while True:
+            try:
+                data = os.read(process.stderr.fileno(), 1 << 16)
+            except BlockingIOError:
+                return
+            if not data:
+                return
+            self._tail = (self._tail + data)[-TAIL_BYTES:]
+            sys.stderr.write(data.decode(errors="replace"))
+            sys.stderr.flush()
+
+    def _let_go(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stderr is not None
+        process.stderr.close()
+        self.process = None
+
+
+def end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """TERM to each one's whole session at once; KILL to those that are still there after `STOP_S`."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        living = [process for process in processes if process.poll() is None]
+        for process in living:
+            os.killpg(process.pid, number)
+        deadline = time.monotonic() + STOP_S
+        for process in living:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                continue
