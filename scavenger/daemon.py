@@ -21,7 +21,7 @@ import structlog
 from scavenger import __version__, keys
 from scavenger.cluster.port import Cluster
 from scavenger.config import DaemonConfig
-from scavenger.errors import Fenced, LedgerError
+from scavenger.errors import AuthError, DaemonUnavailable, Fenced, LedgerError
 from scavenger.harvest.driver import Harvester
 from scavenger.ledger import reader, store
 from scavenger.ledger.faults import REMEDIES
@@ -69,6 +69,7 @@ class Daemon:
         self.keyring = KeyRing()
         self.stop = asyncio.Event()
         self.failure: BaseException | None = None
+        self._rendezvous: keys.Rendezvous | None = None
 
     async def run(self) -> None:
         """Serve until SIGTERM, SIGINT or `stop`. Raises `Fenced` when another daemon took over, `LedgerError` when writing ended."""
@@ -90,7 +91,7 @@ class Daemon:
                 harvester.restore(snapshot.jobs)
             port = server.bind(self.config.daemon.listen, self.config.daemon.port)
             server.perform(router.restore(snapshot, self.clock()))
-            self._announce(pair.public, port, generation)
+            await self._announce(server, pair.public, port, generation)
             await self._serve(server, harvester)
         finally:
             await asyncio.to_thread(writer.close)
@@ -99,7 +100,7 @@ class Daemon:
             raise self.failure
 
     async def _serve(self, server: Server, harvester: Harvester | None) -> None:
-        tasks = [asyncio.create_task(server.run(self.stop)), asyncio.create_task(self._watch_owners())]
+        tasks = [asyncio.create_task(server.run(self.stop)), asyncio.create_task(self._watch_files())]
         if harvester is not None:
             tasks.append(asyncio.create_task(harvester.run(self.stop)))
         try:
@@ -175,11 +176,20 @@ class Daemon:
     async def _history(self, run_id: int, after_step: int) -> tuple[GroupState, ...]:
         return await asyncio.to_thread(reader.replay_groups, self._engine, run_id, after_step)
 
-    def _announce(self, public: str, port: int, generation: int) -> None:
+    async def _announce(self, server: Server, public: str, port: int, generation: int) -> None:
+        """Write the rendezvous file, unless a newer generation has the ledger: a commit tells, and so does the file."""
+        ours = asyncio.create_task(server.commit([]))
+        stopped = asyncio.create_task(self.stop.wait())
+        await asyncio.wait({ours, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (ours, stopped):
+            task.cancel()
+        if self.stop.is_set() or self._announced_generation() > generation:
+            return
         listen = self.config.daemon.listen
         host = self.config.daemon.advertise or (socket.gethostname() if listen == "0.0.0.0" else listen)
         endpoint = f"tcp://{host}:{port}"
-        keys.write_rendezvous(self.state_dir, keys.Rendezvous(endpoint, public, generation, os.getpid(), socket.gethostname()))
+        self._rendezvous = keys.Rendezvous(endpoint, public, generation, os.getpid(), socket.gethostname())
+        keys.write_rendezvous(self.state_dir, self._rendezvous)
         log.info("serving", endpoint=endpoint, generation=generation, ledger=store.parse(self.config.ledger_url).render_as_string())
 
     # ---------------------------------------------------------------- who may own runs
@@ -193,10 +203,22 @@ class Daemon:
             self.keyring.allow(public, Identity("owner", public))
         self._owners = owners
 
-    async def _watch_owners(self) -> None:
+    def _announced_generation(self) -> int:
+        try:
+            return keys.read_rendezvous(self.state_dir).generation
+        except (DaemonUnavailable, AuthError):
+            return 0
+
+    async def _watch_files(self) -> None:
+        """Owners come and go; an older daemon that was slow to die may have overwritten the rendezvous. A fault here ends nothing."""
         while True:
             await asyncio.sleep(2.0)
-            self._allow_owners()
+            try:
+                self._allow_owners()
+                if self._rendezvous is not None and self._announced_generation() < self._rendezvous.generation:
+                    keys.write_rendezvous(self.state_dir, self._rendezvous)
+            except (OSError, AuthError) as error:
+                log.warning("owners not read again; those known stay", reason=str(error))
 
 
 def run(config: DaemonConfig, cluster: Cluster | None) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import socket as sockets
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
@@ -48,6 +49,9 @@ PEER_QUEUE = 4000
 MAX_BACKLOG_BYTES = 256 * 1024 * 1024
 #: Events handled before the loop lets others run.
 BATCH = 64
+#: How often connections are looked through, and the silence after which one that serves nobody is forgotten.
+SWEEP_S = 60.0
+FORGET_S = 3600.0
 _INT64 = 2**63
 
 
@@ -69,6 +73,15 @@ class KeyRing:
     def callback(self, _domain: str, key: bytes) -> bool:
         """ZAP: pyzmq asks here at each handshake."""
         return key.decode("ascii", "replace") in self._identities
+
+
+@dataclass(slots=True)
+class _Peer:
+    """One connection: its number for the core, the key it proved, and when it last said anything."""
+
+    conn: int
+    public_key: str
+    heard: float
 
 
 class LedgerWriter(Protocol):
@@ -112,7 +125,8 @@ class Server:
         self._drain_due = False
         self._failure: asyncio.Future[None] | None = None
         self._auth: AsyncioAuthenticator | None = None
-        self._conns: dict[bytes, tuple[int, str]] = {}  # routing id -> (conn, public key)
+        self._conns: dict[bytes, _Peer] = {}  # by routing id
+        self._swept_at = clock()
         self._routes: dict[int, bytes] = {}
         self._next_conn = 1
         self._tickets: deque[tuple[int, int]] = deque()  # (writer's ticket, core's ticket)
@@ -136,6 +150,7 @@ class Server:
         socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
         socket.setsockopt(zmq.SNDHWM, PEER_QUEUE)
         socket.setsockopt(zmq.LINGER, 500)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)  # a peer that connects and says nothing costs a descriptor for this long only
         socket.setsockopt(zmq.HEARTBEAT_IVL, 2000)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 10000)
         address = sockets.gethostbyname(listen)
@@ -219,9 +234,10 @@ class Server:
         if identity is None:
             self._reply_raw(routing_id, wire.Rejected("this key was revoked", "ask for a new one: scavenger enroll"))
             return
-        conn, known_key = self._conns.get(routing_id, (0, ""))
-        if known_key != public_key:
-            conn = self._connect(routing_id, public_key)
+        peer = self._conns.get(routing_id)
+        if peer is None or peer.public_key != public_key:
+            peer = self._connect(routing_id, public_key)
+        peer.heard, conn = self._clock(), peer.conn
         greeted = conn in self.router.core.by_conn or identity.role == "owner"
         limit = wire.MAX_MESSAGE_BYTES if greeted else wire.MAX_HELLO_BYTES
         try:
@@ -239,15 +255,29 @@ class Server:
         else:
             self.post(WorkerSaid(conn, message))
 
-    def _connect(self, routing_id: bytes, public_key: str) -> int:
+    def _connect(self, routing_id: bytes, public_key: str) -> _Peer:
         before = self._conns.get(routing_id)
         if before is not None:
-            self._routes.pop(before[0], None)  # a routing id is the peer's choice: what was meant for another key stays unsent
-        conn = self._next_conn
+            self._routes.pop(before.conn, None)  # a routing id is the peer's choice: what was meant for another key stays unsent
+        peer = self._conns[routing_id] = _Peer(self._next_conn, public_key, self._clock())
         self._next_conn += 1
-        self._conns[routing_id] = (conn, public_key)
-        self._routes[conn] = routing_id
-        return conn
+        self._routes[peer.conn] = routing_id
+        return peer
+
+    def _sweep(self, now: float) -> None:
+        """Forget peers that vanished: ZeroMQ says nothing of a closed connection. One that is in use stays, however silent."""
+        if now - self._swept_at < SWEEP_S:
+            return
+        listened = now - self._swept_at < 2 * SWEEP_S  # else this daemon was away, or did not read: their silence means nothing
+        self._swept_at = now
+        core = self.router.core
+        used = core.by_conn.keys() | {run.conn for run in core.runs.values()}
+        for routing_id, peer in list(self._conns.items()):
+            if not listened:
+                peer.heard = now
+            elif now - peer.heard > FORGET_S and peer.conn not in used:
+                del self._conns[routing_id]
+                self._routes.pop(peer.conn, None)
 
     def _garbage(self, routing_id: bytes, public_key: str, error: WireError, *, retry: bool) -> None:
         """Refuse and record. `retry`: too large before a hello, as the tokens of a worker whose daemon was restarted under it may be."""
@@ -261,6 +291,7 @@ class Server:
             await asyncio.sleep(TICK_S)
             if self._writer.backlog_bytes <= MAX_BACKLOG_BYTES:  # else nobody is listened to, and silence means nothing
                 self.post(Tick())
+                self._sweep(self._clock())
 
     def post(self, event: RouterEvent) -> None:
         """Hand an event to the core and perform what it answers. Only from the event loop's thread."""
@@ -292,7 +323,7 @@ class Server:
 
     def _send(self, conn: int, message: wire.Message) -> None:
         routing_id = self._routes.get(conn)
-        if routing_id is None or self.keyring.identity(self._conns[routing_id][1]) is None:
+        if routing_id is None or self.keyring.identity(self._conns[routing_id].public_key) is None:
             return  # gone, or its key was revoked
         if not self._reply_raw(routing_id, message):
             self._conns.pop(routing_id, None)
