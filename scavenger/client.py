@@ -9,7 +9,8 @@
                 ...
         run.commit(1, manifest.version, outcomes, metrics)
 
-Synchronous, torch-free, one thread, one socket. Every call blocks until the daemon has made it durable and rides out a daemon that is
+Synchronous, torch-free, for one thread. A second thread, with a socket of its own, only says that this process lives while the first
+one computes. Every call blocks until the daemon has made it durable and rides out a daemon that is
 restarted (the rendezvous file is read again); every call may be repeated, so no answer is ever guessed. Knows nothing of how samples
 are generated.
 """
@@ -26,6 +27,7 @@ import zmq
 from scavenger import keys, wire
 from scavenger.config import RunConfig
 from scavenger.errors import DaemonUnavailable, Refused, StaleAttempt, WireError
+from scavenger.keepalive import KeepAlive
 from scavenger.weights import manifest as manifests
 from scavenger.weights.manifest import Manifest
 
@@ -34,6 +36,8 @@ log = structlog.get_logger()
 PING_S = 1.0
 #: Silence after which the connection is made anew (the daemon answers a ping at once).
 SILENT_S = 4.0
+#: How often it is said that a daemon answers and does not commit.
+STALLED_LOG_S = 60.0
 #: A call that is not answered while other messages come: its reply was lost.
 LOST_REPLY_S = 20.0
 #: All samples are said to be complete, yet groups are missing here: attach again after this long.
@@ -52,6 +56,7 @@ class Client:
         self._next_id = 1
         self.generation = 0
         self.heard_at = time.monotonic()
+        self._alive: list[KeepAlive] = []
 
     @classmethod
     def connect(cls, state_dir: Path, key_path: Path | None = None, give_up_s: float = 600.0) -> Client:
@@ -67,6 +72,8 @@ class Client:
         self.close()
 
     def close(self) -> None:
+        for alive in self._alive:
+            alive.stop()
         if self._socket is not None:
             self._socket.close(linger=500)
             self._socket = None
@@ -77,15 +84,19 @@ class Client:
         rendezvous = keys.read_rendezvous(self._state_dir)
         if self._socket is not None:
             self._socket.close(linger=0)
+        self._socket = self._open(rendezvous)
+        self.generation = rendezvous.generation
+        self.heard_at = time.monotonic()
+
+    def _open(self, rendezvous: keys.Rendezvous | None = None) -> zmq.Socket[bytes]:
+        rendezvous = rendezvous or keys.read_rendezvous(self._state_dir)
         socket = self._context.socket(zmq.DEALER)
         socket.curve_serverkey = rendezvous.server_key.encode()
         socket.curve_publickey, socket.curve_secretkey = self._key.public.encode(), self._key.secret.encode()
         socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
         socket.setsockopt(zmq.RCVHWM, 0)  # completed groups wait here while the trainer computes
         socket.connect(rendezvous.endpoint)
-        self._socket = socket
-        self.generation = rendezvous.generation
-        self.heard_at = time.monotonic()
+        return socket
 
     def send(self, run: str, attempt: int, body: wire.CallBody) -> int:
         """Send one call and return its id."""
@@ -115,10 +126,17 @@ class Client:
             wire.PROTOCOL, run.name, run.seed, config.model_dump_json(), engine, tokenizer, run.harvest, run.max_engines,
             run.gpus_per_engine, resume_step, host, job_id, run.poison_after, run.on_poison,
         )  # fmt: skip
-        opening = Run(self, run.name)
-        answer = opening.call(body)
-        if not isinstance(answer, wire.RunOpened):
-            raise WireError(f"the daemon answered OpenRun with {type(answer).__name__}")
+        alive = KeepAlive(self._open, run.name)
+        self._alive.append(alive)
+        alive.start()
+        opening = Run(self, run.name, alive)
+        try:
+            answer = opening.call(body)
+            if not isinstance(answer, wire.RunOpened):
+                raise WireError(f"the daemon answered OpenRun with {type(answer).__name__}")
+        except BaseException:
+            alive.stop()
+            raise
         opening.opened(answer)
         return opening
 
@@ -126,8 +144,10 @@ class Client:
 class Run:
     """One attempt of one run: the handle that `Client.open_run` gives."""
 
-    def __init__(self, client: Client, name: str) -> None:
+    def __init__(self, client: Client, name: str, alive: KeepAlive) -> None:
         self._client = client
+        self._alive = alive
+        self._warned_at = float("-inf")
         self.name = name
         self.run_id = self.attempt = self.last_step = 0
         self.next_version = 1
@@ -144,6 +164,7 @@ class Run:
     def opened(self, answer: wire.RunOpened) -> None:
         self.run_id, self.attempt, self.last_step = answer.run_id, answer.attempt, answer.last_step
         self.next_version, self.versions = answer.next_version, answer.versions
+        self._alive.attempt = answer.attempt
 
     # ---------------------------------------------------------------- what a trainer does
 
@@ -202,7 +223,7 @@ class Run:
     def close_run(self, state: str, reason: str = "") -> None:
         """End the run ("finished" | "failed" | "stopped"): harvested engines leave at once."""
         self._closing = True
-        self.call(wire.CloseRun(state, reason))
+        self.call(wire.CloseRun(state, wire.words(reason)))
 
     # ---------------------------------------------------------------- the connection
 
@@ -262,7 +283,10 @@ class Run:
         self.call(wire.Ping())
 
     def _recover(self, give_up: float) -> None:
-        """Reconnect, attach as this attempt, announce the weights again. Tries until `give_up` (monotonic seconds)."""
+        """Reconnect, attach as this attempt, announce the weights again. Tries until `give_up` (monotonic seconds).
+
+        A daemon that still answers pings is not away: it waits for its ledger (a full disk, say), and this waits with it.
+        """
         wait = 0.1
         while True:
             try:
@@ -272,11 +296,19 @@ class Run:
                 cause = "no answer"
             except DaemonUnavailable as error:
                 cause = error.cause
-            if time.monotonic() > give_up:
+            now = time.monotonic()
+            if now > max(give_up, self._alive.answered_at + self._client.give_up_s):
                 raise DaemonUnavailable(f"no daemon for {self._client.give_up_s:g} s: {cause}", "start it: `scavenger daemon`")
-            log.warning("daemon away", run=self.name, cause=cause)
+            self._warn(now, cause)
             time.sleep(wait)  # between two tries; the daemon's return is not observable otherwise
             wait = min(wait * 2, 2.0)
+
+    def _warn(self, now: float, cause: str) -> None:
+        if now - self._alive.answered_at > 2 * SILENT_S:
+            log.warning("daemon away", run=self.name, cause=cause)
+        elif now - self._warned_at > STALLED_LOG_S:
+            self._warned_at = now
+            log.warning("the daemon answers but cannot commit", run=self.name, remedy="look at the daemon's log: its disk may be full")
 
     def _attach(self) -> bool:
         bodies: list[wire.CallBody] = [wire.Attach(self.name, tuple(self._known), tuple(self._submitted)), *self._published.values()]

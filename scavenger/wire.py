@@ -391,7 +391,12 @@ class CloseRun(Message, frozen=True):
 
 
 class Ping(Message, frozen=True):
-    """Keep-alive of an attached trainer; answered by Pong, and by Fleet when it changed."""
+    """Keep-alive of a trainer; answered by Pong, and by Fleet when it changed. One whose connection is not attached is told so.
+
+    `aside`: from a second connection, which only says that the process lives, and is never attached.
+    """
+
+    aside: bool = False
 
 
 CallBody = (

@@ -57,7 +57,8 @@ def called(core: Core, conn: int, identity: Identity, call: Call) -> None:
     if isinstance(call.body, Attach):
         reply: ReplyBody = _attach(core, conn, run, call.body)
     elif isinstance(call.body, Ping):
-        core.send(conn, Reply(call.id, Pong(core.generation)) if run.conn == conn else HelloAgain("attach first"))
+        known = call.body.aside or run.conn == conn
+        core.send(conn, Reply(call.id, Pong(core.generation)) if known else HelloAgain("attach first"))
         return
     elif run.conn != conn:
         core.send(conn, HelloAgain("attach first"))
