@@ -10,9 +10,9 @@
         run.commit(1, manifest.version, outcomes, metrics)
 
 Synchronous, torch-free, for one thread. A second thread, with a socket of its own, only says that this process lives while the first
-one computes. Every call blocks until the daemon has made it durable and rides out a daemon that is
-restarted (the rendezvous file is read again); every call may be repeated, so no answer is ever guessed. Knows nothing of how samples
-are generated.
+one computes (`keepalive`). Every call blocks until the daemon has made it durable and rides out a daemon that is restarted (the
+rendezvous file is read again) or waits for its disk; every call may be repeated, so no answer is ever guessed. Knows nothing of how
+samples are generated.
 """
 
 from __future__ import annotations

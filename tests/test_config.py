@@ -43,6 +43,7 @@ def refused(read: object, path: Path) -> str:
         ('heartbeat_s = "1 s"', ["daemon.heartbeat_s", "'1 s'", "valid number"]),
         ("heartbeat_s = 0", ["daemon.heartbeat_s = 0", "greater than 0"]),
         ("heartbeat_s = 5.0", ["heartbeat_s < suspect_s < dead_s"]),
+        ("trainer_silent_s = 700.0", ["trainer_silent_s <= trainer_gone_s"]),
         ("port = 70000", ["daemon.port = 70000", "less than or equal to 65535"]),
         ("flush_tokens = 2.5", ["daemon.flush_tokens = 2.5", "integer"]),
         ("flush_ms = 0.5", ["daemon.flush_ms = 0.5", "greater than or equal to 1"]),

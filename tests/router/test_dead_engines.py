@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
 import pytest
 
+from scavenger.config import DaemonConfig
+from scavenger.daemon import limits_of
 from scavenger.router.events import JobGone
 from scavenger.router.state import SampleStatus, WorkerStatus
 from scavenger.wire import Drain, Goodbye, Heartbeat, Held, Revoke, RunStopped
@@ -139,3 +144,12 @@ def test_a_dead_trainers_queue_harvests_nothing_after_a_while() -> None:
     (wanted,) = bench.router.demand(bench.now)
     assert wanted.engines == 0
     assert "taken for dead" in wanted.reason
+
+
+def test_the_daemon_passes_every_limit_of_its_configuration(tmp_path: Path) -> None:
+    keys = {
+        "heartbeat_s": 0.5, "suspect_s": 5.0, "dead_s": 13.0, "reconnect_s": 16.0, "flush_ms": 50.0, "flush_tokens": 8,
+        "trainer_silent_s": 61.0, "trainer_gone_s": 601.0, "engine_stalled_s": 301.0,
+    }  # fmt: skip
+    limits = limits_of(DaemonConfig.model_validate({"daemon": {"state_dir": tmp_path, **keys}}))
+    assert dataclasses.astuple(limits) == tuple(keys.values())
