@@ -34,6 +34,7 @@ class Link:
         self._post = post
         self._context = zmq.asyncio.Context()
         self._socket: zmq.asyncio.Socket | None = None
+        self._monitor: zmq.asyncio.Socket | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     async def connect(self, delay_s: float) -> None:
@@ -46,7 +47,7 @@ class Link:
         except (ScavengerError, zmq.ZMQError) as error:
             self._post(Unreachable(str(error)))
             return
-        self._socket = socket
+        self._socket, self._monitor = socket, monitor
         broken = functools.partial(self._broken, socket)
         self._tasks = [spawn(self._receive(socket), broken), spawn(self._watch(monitor), broken)]
         self._post(Connected())
@@ -78,6 +79,7 @@ class Link:
             socket.connect(endpoint)
         except zmq.ZMQError:
             socket.disable_monitor()
+            monitor.close(linger=0)
             socket.close(linger=0)
             raise
         return socket, monitor
@@ -95,6 +97,9 @@ class Link:
             self._socket.disable_monitor()
             self._socket.close(linger=linger_ms)
             self._socket = None
+        if self._monitor is not None:
+            self._monitor.close(linger=0)
+            self._monitor = None
 
     async def _receive(self, socket: zmq.asyncio.Socket) -> None:
         while True:

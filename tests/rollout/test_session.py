@@ -85,7 +85,7 @@ class Talk:
         return made
 
     def made(self, sample: int, *tokens: int, finish: str | None = None) -> list[Action]:
-        held = self.session.leases.find(sample)
+        held = self.session.work.leases.find(sample)
         assert held is not None
         logprobs = tuple(-float(t) for t in tokens)
         return self.do(Generated((Delta(held.handle, tokens, logprobs, logprobs, finish),)))
@@ -162,11 +162,11 @@ def test_a_finished_lease_is_held_until_all_of_it_is_durable() -> None:
     (chunk,) = chunks(t.log)
     assert chunk.finish == "stop"
     t.hear(wire.Ack((Held(1, 1, 4),)))
-    assert t.session.leases.held() == (Held(1, 1, 5),)
+    assert t.session.work.leases.held() == (Held(1, 1, 5),)
     t.hear(wire.Ack((Held(1, 2, 5),)))  # another epoch's
-    assert t.session.leases.held() == (Held(1, 1, 5),)
+    assert t.session.work.leases.held() == (Held(1, 1, 5),)
     t.hear(wire.Ack((Held(1, 1, 5),)))
-    assert t.session.leases.held() == ()
+    assert t.session.work.leases.held() == ()
 
 
 @pytest.mark.parametrize(("accepted", "finish"), [((1, 2, 3), "length"), ((1, 9), "stop")])
@@ -176,9 +176,9 @@ def test_a_sample_that_is_complete_already_says_so_without_a_token(accepted: tup
     assert not of(Add, actions)
     (chunk,) = chunks(actions)
     assert (chunk.offset, chunk.tokens, chunk.finish) == (len(accepted), b"", finish)
-    assert t.session.leases.held()
+    assert t.session.work.leases.held()
     t.hear(wire.Ack((Held(1, 1, len(accepted)),)))
-    assert t.session.leases.held() == ()
+    assert t.session.work.leases.held() == ()
 
 
 def test_after_a_reconnect_everything_above_the_durable_length_is_sent_again() -> None:
@@ -259,9 +259,9 @@ def test_a_revoke_drops_at_once_and_only_its_epoch() -> None:
     t = Talk().joined()
     t.assign(lease(1), lease(2, epoch=3))
     t.made(1, 1)
-    handle = t.session.leases.find(1).handle  # type: ignore[union-attr]
+    handle = t.session.work.leases.find(1).handle  # type: ignore[union-attr]
     assert of(Abort, t.hear(wire.Revoke(((1, 1), (2, 2)), "moved"))) == [Abort((handle,))]
-    assert t.session.leases.held() == (Held(2, 3, 0),)
+    assert t.session.work.leases.held() == (Held(2, 3, 0),)
     t.do(Generated((Delta(handle, (5,), (0.0,), (0.0,)),)))  # was under way
     assert not chunks(t.wait(0.2))
 
@@ -274,14 +274,14 @@ def test_a_later_epoch_of_a_held_sample_replaces_it_and_a_repeat_does_nothing() 
     actions = t.assign(lease(1, epoch=2, accepted=(1,)))
     assert of(Abort, actions)
     assert of(Add, actions)
-    assert t.session.leases.held() == (Held(1, 2, 1),)
+    assert t.session.work.leases.held() == (Held(1, 2, 1),)
     assert t.assign(lease(1)) == []
 
 
 def test_an_assignment_for_another_version_is_not_held() -> None:
     t = Talk().joined()
     assert not of(Add, t.assign(lease(1, version=6)))
-    assert t.session.leases.held() == ()
+    assert t.session.work.leases.held() == ()
 
 
 def test_new_weights_end_running_leases_flush_first_and_keep_finished_ones() -> None:
@@ -292,7 +292,7 @@ def test_new_weights_end_running_leases_flush_first_and_keep_finished_ones() -> 
     actions = t.hear(wire.UseWeights(8, b"m", ()))
     assert {c.sample_id for c in chunks(actions)} == {1, 2}
     assert len(of(Abort, actions)) == len(of(Load, actions)) == 1
-    assert t.session.leases.held() == (Held(2, 1, 1),)
+    assert t.session.work.leases.held() == (Held(2, 1, 1),)
     assert t.hear(wire.UseWeights(8, b"m", ())) == []  # a repeat while it loads
     t.do(Loaded(8, b"r8", 0.0, 0.0))
     assert sent(t.hear(wire.UseWeights(8, b"m", ()))) == [wire.WeightsLoaded(8, b"r8")]
@@ -319,7 +319,7 @@ def test_sleep_flushes_then_aborts_then_answers() -> None:
     t.made(1, 1)
     actions = t.hear(wire.Sleep())
     assert [type(a) for a in actions] == [Send, Abort, SleepEngine]
-    assert t.session.leases.held() == ()
+    assert t.session.work.leases.held() == ()
     assert sent(t.do(Slept())) == [wire.Asleep()]
     assert sent(t.hear(wire.Sleep())) == [wire.Asleep()]
     assert of(WakeEngine, t.hear(wire.Wake()))
@@ -346,11 +346,11 @@ def test_a_failed_sample_leaves_what_it_made_before() -> None:
     t = Talk().joined()
     t.assign(lease(1), lease(2))
     t.made(1, 1)
-    handle = t.session.leases.find(1).handle  # type: ignore[union-attr]
+    handle = t.session.work.leases.find(1).handle  # type: ignore[union-attr]
     messages = sent(t.do(Generated((Delta(handle, (), (), (), error="NaN"),))))
     assert [type(m) for m in messages] == [wire.Chunks, wire.SampleFailed]
     assert messages[1] == wire.SampleFailed(1, 1, "NaN")
-    handle = t.session.leases.find(2).handle  # type: ignore[union-attr]
+    handle = t.session.work.leases.find(2).handle  # type: ignore[union-attr]
     assert sent(t.do(AddRefused(handle, "too long"))) == [wire.SampleFailed(2, 1, "too long")]
 
 
@@ -488,7 +488,7 @@ def test_whatever_is_lost_every_token_arrives_once_and_in_order(seed: int) -> No
     t.assign(*(lease(s, most=50) for s in truth))
     t.log.clear()
     for _ in range(3000):
-        if len(done) == len(truth) and not t.session.leases.held():
+        if len(done) == len(truth) and not t.session.work.leases.held():
             break
         t.wait(rng.random() * 0.3)
         for s in rng.sample(sorted(truth), 2):
@@ -519,4 +519,4 @@ def test_whatever_is_lost_every_token_arrives_once_and_in_order(seed: int) -> No
                         t.hear(wire.Ack((Held(c.sample_id, 1, len(have)),)))
     assert got == truth
     assert done == set(truth)
-    assert not t.session.leases.held()
+    assert not t.session.work.leases.held()
