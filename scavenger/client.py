@@ -291,7 +291,8 @@ class Run:
         while True:
             try:
                 self._client.reconnect()
-                if self.attempt == 0 or self._attach():
+                # Before OpenRun was answered there is nothing to attach: the call is repeated, until its time is over.
+                if (self.attempt == 0 and time.monotonic() <= give_up) or (self.attempt and self._attach()):
                     return
                 cause = "no answer"
             except DaemonUnavailable as error:
