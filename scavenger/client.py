@@ -292,19 +292,22 @@ class Run:
             try:
                 self._client.reconnect()
                 # Before OpenRun was answered there is nothing to attach: the call is repeated, until its time is over.
-                if (self.attempt == 0 and time.monotonic() <= give_up) or (self.attempt and self._attach()):
+                if (self.attempt == 0 and not self._is_over(give_up)) or (self.attempt and self._attach()):
                     return
                 cause = "no answer"
             except DaemonUnavailable as error:
                 cause = error.cause
-            now = time.monotonic()
-            if now > max(give_up, self._alive.answered_at + self._client.give_up_s):
+            if self._is_over(give_up):
                 raise DaemonUnavailable(f"no daemon for {self._client.give_up_s:g} s: {cause}", "start it: `scavenger daemon`")
-            self._warn(now, cause)
+            self._warn(cause)
             time.sleep(wait)  # between two tries; the daemon's return is not observable otherwise
             wait = min(wait * 2, 2.0)
 
-    def _warn(self, now: float, cause: str) -> None:
+    def _is_over(self, give_up: float) -> bool:
+        return time.monotonic() > max(give_up, self._alive.answered_at + self._client.give_up_s)
+
+    def _warn(self, cause: str) -> None:
+        now = time.monotonic()
         if now - self._alive.answered_at > 2 * SILENT_S:
             log.warning("daemon away", run=self.name, cause=cause)
         elif now - self._warned_at > STALLED_LOG_S:

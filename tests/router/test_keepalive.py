@@ -112,6 +112,19 @@ def test_a_client_waits_for_a_daemon_that_answers_and_cannot_commit(
     assert capsys.readouterr().out.count("answers but cannot commit") == 1
 
 
+def test_a_run_is_opened_when_the_ledger_takes_it_however_late(daemon: LiveDaemon, quick: None) -> None:
+    with (
+        Client.connect(daemon.state_dir, give_up_s=0.7) as client,
+        sqlite3.connect(daemon.state_dir / "ledger.sqlite3", isolation_level=None, check_same_thread=False) as intruder,
+    ):
+        intruder.execute("BEGIN IMMEDIATE")
+        timer = threading.Timer(2.5, lambda: intruder.execute("ROLLBACK"))
+        timer.start()
+        assert open_run(client, daemon).attempt >= 1
+        timer.join()
+    intruder.close()
+
+
 def test_a_client_gives_up_on_a_daemon_that_is_gone(daemon: LiveDaemon, quick: None) -> None:
     with Client.connect(daemon.state_dir, give_up_s=1.0) as client:
         run = open_run(client, daemon)
