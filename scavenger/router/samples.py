@@ -17,6 +17,10 @@ from scavenger.router.state import Core, Group, Run, Sample, SampleStatus, Worke
 from scavenger.wire import Ack, Assign, Chunk, DoneSample, GroupDone, Held, Lease, Revoke, RunStopped
 
 ASSIGN_BYTES = 4 * 1024 * 1024
+#: Refused chunks of one worker that become events; after these every hundredth does, the others are counted.
+REFUSALS_TOLD = 100
+#: A logprob is not positive; float32 may round one that is near 0 to just above it.
+MOST_LOGPROB = 1e-3
 
 
 class Fault(NamedTuple):
@@ -52,8 +56,11 @@ def chunk_fault(chunk: Chunk, sample: Sample | None, worker: Worker) -> Fault | 
     if chunk.finish == "length" and chunk.offset + tokens < budget:
         return Fault(f"finish 'length' below the budget of {budget} tokens", engine=True)
     for payload in (chunk.logprobs, chunk.raw_logprobs):
-        if not np.isfinite(np.frombuffer(payload, "<f4")).all():
+        values = np.frombuffer(payload, "<f4")
+        if not np.isfinite(values).all():
             return Fault("logprobs that are not finite", engine=True)
+        if (values > MOST_LOGPROB).any():
+            return Fault("a positive logprob", engine=True)
     if (np.frombuffer(chunk.tokens, "<i4") < 0).any():
         return Fault("a negative token id", engine=True)
     return None
@@ -120,9 +127,12 @@ def refuse_chunk(core: Core, worker: Worker, chunk: Chunk, sample: Sample | None
     if sample is not None and done and sample.last_worker_id == worker.id:
         core.send(worker.conn, Ack((Held(sample.id, sample.epoch, sample.durable),)))  # a resend of what is complete
         return
-    core.event(
-        "chunk_refused", worker.run.id, f"sample {chunk.sample_id}", fault.reason, worker=worker.id, epoch=chunk.epoch, offset=chunk.offset
-    )  # fmt: skip
+    worker.refused += 1
+    if worker.refused <= REFUSALS_TOLD or worker.refused % REFUSALS_TOLD == 0:  # one worker must not fill the ledger with its refusals
+        detail = {"worker": worker.id, "epoch": chunk.epoch, "offset": chunk.offset, "refused_so_far": worker.refused}
+        core.event("chunk_refused", worker.run.id, f"sample {chunk.sample_id}", fault.reason, **detail)
+    else:
+        core.count("chunk_refused")
     core.send(worker.conn, Revoke(((chunk.sample_id, chunk.epoch),), fault.reason))
     mine = sample is not None and sample.worker_id == worker.id and sample.epoch == chunk.epoch
     if sample is not None and mine and sample.status is SampleStatus.LEASED:

@@ -200,6 +200,7 @@ class Worker:
     drain_reason: str = ""
     lost_assignments: int = 0
     suspect: bool = False
+    refused: int = 0  # chunks
     progress: int = 0
     leases: dict[int, Sample] = field(default_factory=dict)
     notice: bool = False

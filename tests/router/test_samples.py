@@ -7,6 +7,7 @@ import math
 import msgspec
 import pytest
 
+from scavenger.router import samples as sm
 from scavenger.router.events import JobGone
 from scavenger.router.placement import Slots, Waiting, place
 from scavenger.router.state import TRANSITIONS, IllegalTransition, SampleStatus
@@ -98,6 +99,21 @@ def test_logprobs_that_are_not_finite_are_refused(value: float, field: str) -> N
     chunk = msgspec.structs.replace(chunk_of(lease.sample_id, 1, 1, 0, 2), **{field: pack_logprobs([-1.0, value])})
     refused(bench, W1, chunk, "logprobs that are not finite")
     assert bench.sample(lease.sample_id).failures == 1
+
+
+def test_a_positive_logprob_is_refused() -> None:
+    bench, lease = one_lease()
+    chunk = msgspec.structs.replace(chunk_of(lease.sample_id, 1, 1, 0, 2), logprobs=pack_logprobs([-1.0, 0.5]))
+    refused(bench, W1, chunk, "a positive logprob")
+
+
+def test_a_worker_that_is_refused_all_the_time_does_not_fill_the_ledger() -> None:
+    bench, lease = one_lease()
+    stale = chunk_of(lease.sample_id, 9, 1, 0, 2)
+    for _ in range(250):
+        bench.say(W1, Chunks((stale,)))
+    assert len(bench.events("chunk_refused")) == sm.REFUSALS_TOLD + 1
+    assert bench.router.core.counters["chunk_refused"] == 250
 
 
 @pytest.mark.parametrize(
