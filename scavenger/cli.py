@@ -5,6 +5,7 @@ from __future__ import annotations
 import getpass
 import logging
 import os
+import signal
 import sys
 import threading
 from pathlib import Path
@@ -62,6 +63,8 @@ def demo(
     chosen = dataclasses.replace(options.settings, seed=seed, steps=steps or options.settings.steps)
     every = options.preempt_every_s if preempt_every_s is None else preempt_every_s
     options = dataclasses.replace(options, backend=_one_of(backend, ("auto", "slurm", "local")), settings=chosen, preempt_every_s=every)
+    for number in (signal.SIGINT, signal.SIGTERM):  # a batch system's SIGTERM is a Ctrl-C, also where SIGINT was inherited as ignored
+        signal.signal(number, signal.default_int_handler)
     try:
         play = comparison.run if compare else session.run
         sys.exit(play(options, Console(highlight=False)))
@@ -135,8 +138,6 @@ def daemon(
 
 def _end_with_stdin() -> None:
     """The process that started us is gone when our stdin ends: leave as on SIGTERM."""
-    import signal
-
     while os.read(0, 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)

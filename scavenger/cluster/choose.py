@@ -13,7 +13,7 @@ from scavenger.cluster.local import LocalCluster
 from scavenger.cluster.port import Cluster
 from scavenger.cluster.slurm import SlurmCluster
 from scavenger.config import DaemonConfig
-from scavenger.errors import ConfigError
+from scavenger.errors import ClusterError, ClusterUnavailable, ConfigError
 from scavenger.harvest import preflight as checks
 
 log = structlog.get_logger()
@@ -43,4 +43,11 @@ def preflight(config: DaemonConfig, cluster: Cluster) -> None:
     """Refuse a harvest partition whose jobs could ever block others. Raises `ConfigError`."""
     if config.harvest.enabled:
         harvest = config.harvest
-        checks.check(cluster.info(), cluster.view().partitions, harvest.partition, harvest.qos)
+        try:
+            info = cluster.info()
+        except ClusterUnavailable:
+            raise
+        except ClusterError as error:
+            remedy = "try `scontrol ping`: the daemon needs a host with slurm.conf (or SLURM_CONF) and a controller that it reaches"
+            raise ConfigError(f"the cluster's commands do not work on this host: {error.cause}", error.remedy or remedy) from error
+        checks.check(info, cluster.view().partitions, harvest.partition, harvest.qos)

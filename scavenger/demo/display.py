@@ -61,9 +61,11 @@ def line(figures: Figures | None, *, elapsed_s: float, phase: str, steps: int) -
     """The same in one plain line, for a log."""
     if figures is None or not figures.gpus:
         return f"[{elapsed_s:4.0f} s] {phase}"
+    if not figures.trained():
+        return f"[{elapsed_s:4.0f} s] {phase}: engines start, held-out problems are answered before step 1"
     now, trained = figures.now, figures.trained()
     reward = f"{trained[-1].metrics.get('reward', 0.0):.3f}" if trained else "-"
     return (
-        f"[{elapsed_s:4.0f} s] step {len(trained)}/{steps}  reward {reward}  {now.engines_harvested} harvested engines  "
-        f"{now.tokens_in_flight} tokens in flight  {now.preemptions} preemptions  {now.tokens_salvaged} tokens salvaged"
+        f"[{elapsed_s:4.0f} s] step {len(trained)}/{steps}  reward {reward}  harvested engines {now.engines_harvested}  "
+        f"{now.tokens_in_flight} tokens in flight  preemptions {now.preemptions}  {now.tokens_salvaged} tokens salvaged"
     )

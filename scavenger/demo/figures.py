@@ -62,7 +62,11 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Moves:
+    """Training samples: delivered, trained on, left out because all rewards of their group were equal; and those that moved."""
+
     samples: int
+    trained: int
+    filtered: int
     moved: int
     most: int
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import jinja2
 
+from scavenger import resources
 from scavenger.demo import plots
 from scavenger.demo.figures import Figures
 
@@ -23,17 +24,17 @@ h1{font-size:1.5rem}h2{font-size:1.1rem;margin-top:2rem}table{border-collapse:co
 svg{width:100%;background:#fafbfc;border:1px solid #e3e6ea}svg text{font-size:11px;fill:#5a6372}.grid{stroke:#e3e6ea}
 .curve{fill:none;stroke:#5b6ee1;stroke-width:1.6}circle{fill:#5b6ee1}.bar{fill:#37a66b}
 .legend span{margin-right:1rem}.legend i{display:inline-block;width:.8rem;height:.8rem;margin-right:.3rem}
-pre{background:#f3f4f6;padding:.8rem;overflow:auto}</style></head><body>
+pre{background:#f3f4f6;padding:.8rem;white-space:pre-wrap;overflow-wrap:anywhere}</style></head><body>
 <h1>Scavenger: {{ title }}</h1><p>{{ subtitle }}</p>
 <table>{% for name, value in rows %}<tr><th>{{ name }}</th><td>{{ value }}</td></tr>{% endfor %}</table>
 <h2>GPUs over time, by owner</h2>{{ gpus|safe }}
 <h2>Reward per step</h2>{{ reward|safe }}
 <h2>Tokens salvaged per lost engine</h2>{{ salvaged|safe }}
+<h2>Ask the ledger yourself</h2><pre>{{ queries }}</pre>
 <h2>Engines lost</h2><table><tr><th>s</th><th>node</th><th>job</th><th>notice</th><th>reason</th><th>samples</th><th>salvaged</th>
 <th>again</th></tr>{% for e in lost %}<tr><td>{{ "%.0f"|format(e.at - start) }}</td><td>{{ e.node }}</td><td>{{ e.job_id }}</td>
 <td>{{ "yes" if e.notice else "no" }}</td><td>{{ e.reason }}</td><td>{{ e.samples }}</td><td>{{ e.salvaged }}</td>
-<td>{{ e.regenerated }}</td></tr>{% endfor %}</table>
-<h2>Ask the ledger yourself</h2><pre>{{ queries }}</pre></body></html>
+<td>{{ e.regenerated }}</td></tr>{% endfor %}</table></body></html>
 """
 
 
@@ -56,12 +57,13 @@ def summary(figures: Figures, context: Context) -> list[tuple[str, str]]:
         ("cluster", context.backend),
         ("took", f"{context.took_s:.0f} s"),
         ("optimizer steps", str(len(steps))),
-        ("samples trained on", f"{moves.samples:,}, each exactly once"),
-        ("tokens generated", f"{now.tokens_total:,}"),
+        ("training samples", f"{moves.samples:,}, each delivered exactly once"),
+        ("", f"{moves.trained:,} trained on, {moves.filtered:,} filtered (all rewards of their group were equal)"),
+        ("tokens generated", f"{now.tokens_total:,}, evaluations included"),
         ("engines lost", f"{len(figures.lost)} ({now.preemptions} preemptions seen by the daemon)"),
-        ("tokens salvaged", f"{now.tokens_salvaged:,}"),
+        ("tokens salvaged", f"{now.tokens_salvaged:,}, evaluations included"),
         ("tokens generated again", f"{now.tokens_regenerated:,}"),
-        ("samples that moved", f"{moves.moved:,} ({moves.share:.0%}), the most moves of one sample: {moves.most}"),
+        ("training samples moved", f"{moves.moved:,} ({moves.share:.0%}), the most moves of one sample: {moves.most}"),
     ]
     if context.others_waited_s is not None:
         waited = f"{context.others_waited_s:.1f} s at most, {context.others_jobs} jobs (GraceTime {context.grace_s:g} s)"
@@ -76,15 +78,16 @@ def summary(figures: Figures, context: Context) -> list[tuple[str, str]]:
 
 
 def queries(ledger_path: str) -> str:
-    """Three queries worth trying."""
+    """Three queries worth trying, from wherever one stands."""
+    ask = f"sqlite3 -readonly -header -column {ledger_path}"
     return "\n".join(
         (
             "# what happened to the engines that were lost, and to their tokens",
-            f"sqlite3 {ledger_path} < sql/reports/preemptions.sql",
-            "# the life of a sample that moved, from prompt to gradient",
-            f"sqlite3 {ledger_path} < sql/reports/sample_life.sql",
+            f"{ask} < {resources.path('sql/reports/preemptions.sql')}",
+            "# the life of the sample that moved most, from its prompt to its end",
+            f"{ask} < {resources.path('sql/reports/sample_life.sql')}",
             "# why the daemon did what it did",
-            f"sqlite3 {ledger_path} 'SELECT action, reason, count(*) FROM decisions GROUP BY 1, 2 ORDER BY 3 DESC LIMIT 10'",
+            f"{ask} 'SELECT action, reason, count(*) FROM decisions GROUP BY 1, 2 ORDER BY 3 DESC LIMIT 10'",
         )
     )
 

@@ -84,7 +84,7 @@ def play(options: DemoOptions, backend: str, site_dir: Path, model: Model, scree
     layout = demo_layout(grace_s=options.grace_s)
     screen.show(None, "booting the cluster, warming up the model")
     with Site(SiteOptions(backend, site_dir, layout, max_engines=options.max_engines)) as site:
-        model.wait()
+        model.wait(screen)
         job = site.submit_training(_write_run(options, site, model.path))
         others = _others(options, layout.nodes[1:], layout.gpus)
         _watch(options, site, job, others, screen)
@@ -155,8 +155,13 @@ class Model:
             self._process.kill()
         self._process.wait()
 
-    def wait(self) -> None:
-        if self._process.wait() != 0:
+    def wait(self, screen: Screen) -> None:
+        """Show how far it is until it is made."""
+        while self._process.poll() is None:
+            said = self._log.read_text(errors="replace").split("\n")[-2:-1]
+            screen.show(None, f"the cluster is up; warming the model up: {said[0].split('  ')[0] if said else 'starting'}")
+            time.sleep(REFRESH_S)  # the display's frame rate
+        if self._process.returncode != 0:
             tail = "\n".join(self._log.read_text(errors="replace").splitlines()[-10:])
             raise ScavengerError(f"the demo's model could not be made:\n{tail}", "is the [trainer] extra installed?")
 
@@ -246,6 +251,8 @@ def _report(
         picture.save_svg(str(site_dir / "display.svg"), title="./scripts/quickstart")
     console.print()
     for name, value in report.summary(seen, context):
-        console.print(f"  {name:<28} {value}", highlight=False)
+        console.print(f"  {name:<28} {value}", highlight=False, soft_wrap=True)
     console.print(f"\n  report  {page}\n  ledger  {context.ledger_path}\n\n  Three queries worth trying:", highlight=False, soft_wrap=True)
     console.print(report.queries(context.ledger_path), highlight=False, soft_wrap=True)
+    command = f"{Path(sys.executable).parent / 'scavenger'} samples {RUN_NAME} --step 3 --config {site_dir / 'scavenger.toml'}"
+    console.print(f"\n  And what the model said in step 3:\n{command}", highlight=False, soft_wrap=True)

@@ -1,3 +1,5 @@
 -- What each lost engine had in flight: samples, tokens salvaged, tokens generated again, and whether it had notice.
-SELECT left_at, node, job_id, notice, reason, samples, salvaged, regenerated
-FROM workers WHERE left_at IS NOT NULL AND kind = 'harvested' ORDER BY left_at
+SELECT w.left_at, w.node, w.job_id, w.notice, w.reason, w.samples, w.salvaged, w.regenerated
+FROM workers w LEFT JOIN holds h ON h.intent_id = w.intent_id AND h.restart_count = w.incarnation
+WHERE w.left_at IS NOT NULL AND w.kind = 'harvested' AND coalesce(h.reason, '') NOT IN ('cancelled', 'completed', 'requeued')
+ORDER BY w.left_at

@@ -79,7 +79,7 @@ class Given:
     def __init__(self, directory, seed): pass
     def __enter__(self): return self
     def __exit__(self, *exc): pass
-    def wait(self): pass
+    def wait(self, screen): pass
 
 session.Model = Given
 cli.main()
