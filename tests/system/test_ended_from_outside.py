@@ -41,7 +41,7 @@ def test_on_slurm_a_cancelled_engine_is_replaced_and_stays_cancelled_and_a_parti
             groups = scripted.collect(run, waiting)
             scripted.commit(run, 1, version, groups)
             run.close_run("finished")
-        assert all(sample.moves >= 1 for group in groups for sample in group.samples)  # more than once on a slow machine
+        assert {sample.moves for group in groups for sample in group.samples} == {1}
         assert play.ask(site, "SELECT sum(regenerated) FROM samples") == [(0,)], "it said goodbye first"
         play.wait_for("our jobs to leave the queue", lambda: not play.jobs_left(site), 30)
         was = play.job(site, job)
