@@ -144,8 +144,9 @@ class Session:
             code_version=me.code_version,
             pid=me.pid,
             loaded_version=self.work.loaded_version,
-            held=self.work.leases.held(),
+            held=self.work.held(),
             slot=me.slot,
+            leaving=self._leaving is not None,
         )
         return [Send(hello)]
 
@@ -242,7 +243,7 @@ class Session:
         abort = self.work.close()
         # That the engine died is worth a reconnect: the samples that it held may have killed it.
         to_say = self.work.leases.unacked() or leave.code == EXIT_ENGINE_FAILED
-        if self._welcome is None or (self.phase is Phase.CONNECTING and not to_say):
+        if self.phase is Phase.CONNECTING and not to_say:
             return self._gone(leave)  # nobody knows of us, or nothing is left to say
         return [*(self._farewell() if self.phase is Phase.JOINED else []), *abort]
 
@@ -277,7 +278,7 @@ _ON_MESSAGE: dict[type[wire.Message], _Handler] = {
     wire.Welcome: Session._welcomed,
     wire.Rejected: Session._rejected,
     wire.HelloAgain: Session._greet_again,
-    wire.HeartbeatAck: lambda _s, _m, _now: [],
+    wire.HeartbeatAck: lambda s, m, now: s.work.beat_acked(m, now),
     wire.UseWeights: lambda s, m, now: s.work.use_weights(m, now),
     wire.Assign: lambda s, m, now: s.work.assign(m, now),
     wire.Revoke: lambda s, m, now: s.work.revoked(m, now),

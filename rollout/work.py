@@ -33,12 +33,13 @@ class Work:
         self._acked_at = now
         self._rate_tokens = 0
         self._rate_since = now
+        self._heard = 0  # number of the last heartbeat ack of this conversation
 
     # ------------------------------------------------------------ the conversation
 
     def welcomed(self, welcome: wire.Welcome, now: float) -> None:
         """A new conversation: whatever was sent on the last one may be lost."""
-        self._terms = welcome
+        self._terms, self._heard = welcome, 0
         self._rewind(now)
 
     def resume(self) -> list[Action]:
@@ -59,7 +60,16 @@ class Work:
         if self.leases.unsettled() and now - self._acked_at >= unacked_s:
             # The daemon answers and yet acks nothing: a message was lost. Sending again is a no-op if it was not.
             self._rewind(now)
-        return [*self.flush(), Send(wire.Heartbeat(self.leases.held(), progress, self.loaded_version, rate))]
+        return [*self.flush(), Send(wire.Heartbeat(self.held(), progress, self.loaded_version, rate, self._heard))]
+
+    def beat_acked(self, message: wire.HeartbeatAck, _now: float) -> list[Action]:
+        self._heard = message.number
+        return []
+
+    def held(self) -> tuple[wire.Held, ...]:
+        """Every lease that was received and not given back, those that wait for their version among them."""
+        waiting = (wire.Held(w.sample_id, w.epoch, len(w.accepted) // 4) for w in self._waiting)
+        return (*self.leases.held(), *waiting)
 
     def flush(self) -> list[Action]:
         """Everything not yet sent on this connection, in messages of bounded size."""

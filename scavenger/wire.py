@@ -151,6 +151,7 @@ class WorkerHello(Message, frozen=True):
     loaded_version: int = -1
     held: tuple[Held, ...] = ()
     slot: str = ""  # which reserved engine of its training job; a new session in the same slot proves the earlier one dead
+    leaving: bool = False  # it greets only to say goodbye: no lease, please
 
 
 class Chunks(Message, frozen=True):
@@ -160,12 +161,16 @@ class Chunks(Message, frozen=True):
 
 
 class Heartbeat(Message, frozen=True):
-    """Sent every `heartbeat_s`. Both sides reconcile `held`, so any message may be lost."""
+    """Sent every `heartbeat_s`. Both sides reconcile `held`, so any message may be lost.
+
+    `heard`: number of the last `HeartbeatAck` since the present Welcome. What was sent before that one and is not held never came.
+    """
 
     held: tuple[Held, ...]
     progress: int
     loaded_version: int
     tokens_per_s: float = 0.0
+    heard: int = 0
 
 
 class WeightsLoaded(Message, frozen=True):
@@ -236,6 +241,7 @@ class HelloAgain(Message, frozen=True):
 
 class HeartbeatAck(Message, frozen=True):
     generation: int
+    number: int = 0  # grows by one per worker; its next heartbeat says the last one that it heard
 
 
 class UseWeights(Message, frozen=True):

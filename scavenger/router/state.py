@@ -70,6 +70,7 @@ class Sample:
     lease_offset: int = 0
     leased_at: float = 0.0
     assigned_at: float | None = None  # when its lease was durable and sent; None: not yet
+    assigned_after: int = 0  # heartbeat acks that its worker had been sent by then
     accepted: int = 0
     durable: int = 0
     tokens: bytearray = field(default_factory=bytearray)
@@ -193,6 +194,7 @@ class Worker:
     conn: int | None
     status: WorkerStatus
     last_seen: float
+    acks: int = 0  # heartbeat acks sent to it: their numbers order what else it was sent
     loaded_version: int = -1
     asked_version: int = -1
     asked_at: float = 0.0
@@ -324,7 +326,8 @@ class Core:
         while self._granted and next(iter(self._granted)) <= ticket:
             for sample, epoch in self._granted.popitem(last=False)[1]:
                 if sample.epoch == epoch:
-                    sample.assigned_at = self.now
+                    holder = self.workers.get(sample.worker_id)
+                    sample.assigned_at, sample.assigned_after = self.now, holder.acks if holder else 0
         return lengths
 
     @property

@@ -73,6 +73,8 @@ def hello(core: Core, conn: int, identity: Identity, hello: WorkerHello) -> None
     )  # fmt: skip
     worker.loaded_version = worker.asked_version = hello.loaded_version
     _resume_leases(core, worker, hello.held)
+    if hello.leaving:
+        worker.status, worker.drain_reason = WorkerStatus.DRAINING, worker.drain_reason or "it greeted to say goodbye"
     if worker.kind == "reserved" and not run.reserved_awake and worker.status in (WorkerStatus.LOADING, WorkerStatus.READY):
         put_to_sleep(core, worker)
     _repeat_orders(core, worker)
@@ -232,7 +234,7 @@ def _heartbeat(core: Core, worker: Worker, beat: Heartbeat) -> None:
             if length > sample.reported:
                 worker.moved_at = core.now
             sample.reported = length
-        elif _assignment_lost(core, sample):
+        elif _assignment_lost(sample, beat):
             worker.lost_assignments += 1
             sm.release(core, sample, "the assignment was lost")
     stale = tuple(
@@ -240,16 +242,15 @@ def _heartbeat(core: Core, worker: Worker, beat: Heartbeat) -> None:
     )  # fmt: skip
     if stale:
         core.send(worker.conn, Revoke(stale, "the sample moved on"))
-    core.send(worker.conn, HeartbeatAck(core.generation))
+    worker.acks += 1
+    core.send(worker.conn, HeartbeatAck(core.generation, worker.acks))
     _reconcile_orders(core, worker, beat)
     steer(core, worker)
 
 
-def _assignment_lost(core: Core, sample: Sample) -> bool:
-    """A lease that was sent long ago, and of which its worker knows nothing."""
-    if sample.assigned_at is None:
-        return False
-    return core.now - max(sample.assigned_at, sample.chunk_at) > 3 * core.limits.heartbeat_s
+def _assignment_lost(sample: Sample, beat: Heartbeat) -> bool:
+    """The worker has heard what was sent after this lease, and does not hold it. Time alone proves nothing: a loaded host is slow."""
+    return sample.assigned_at is not None and beat.heard > sample.assigned_after
 
 
 def _reconcile_orders(core: Core, worker: Worker, beat: Heartbeat) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import zmq
 import zmq.asyncio
@@ -83,6 +83,12 @@ class FakeDaemon:
                     assert list(new[: len(overlap)]) == overlap
                     have += new[len(overlap) :]
         return have
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
     def close(self) -> None:
         self._task.cancel()

@@ -106,37 +106,35 @@ async def greeted(daemon: FakeDaemon) -> wire.WorkerHello:
 @pytest.mark.parametrize("partition", ["scavenge", "scavenge0"], ids=["grace", "no-grace"])
 def test_a_preempted_engine_says_goodbye_and_its_job_comes_back(site: Site, partition: str) -> None:
     async def main() -> None:
-        daemon = FakeDaemon(site.state_dir, SERVER, {ME.public})
-        job_id = site.submit(partition)
-        hello = await greeted(daemon)
-        assert (hello.job_id, hello.incarnation, hello.node, hello.gpus) == (job_id, 0, "node1", 1)
-        other = site.take_the_node_back()
-        goodbye = await daemon.expect(wire.Goodbye, 40.0)
-        assert goodbye.notice
-        daemon.send(wire.GoodbyeAck())
-        await site.until("the other user's job runs", lambda: _is(site.job(other), JobState.RUNNING))
-        await site.until("the engine's job waits", lambda: _is(site.job(job_id), JobState.PENDING))
-        site.cluster.cancel((other,))
-        again = await greeted(daemon)
-        assert (again.job_id, again.incarnation) == (job_id, 1)
-        assert again.session != hello.session
-        assert _is(site.job(job_id), JobState.RUNNING)
-        daemon.close()
+        with FakeDaemon(site.state_dir, SERVER, {ME.public}) as daemon:
+            job_id = site.submit(partition)
+            hello = await greeted(daemon)
+            assert (hello.job_id, hello.incarnation, hello.node, hello.gpus) == (job_id, 0, "node1", 1)
+            other = site.take_the_node_back()
+            goodbye = await daemon.expect(wire.Goodbye, 40.0)
+            assert goodbye.notice
+            daemon.send(wire.GoodbyeAck())
+            await site.until("the other user's job runs", lambda: _is(site.job(other), JobState.RUNNING))
+            await site.until("the engine's job waits", lambda: _is(site.job(job_id), JobState.PENDING))
+            site.cluster.cancel((other,))
+            again = await greeted(daemon)
+            assert (again.job_id, again.incarnation) == (job_id, 1)
+            assert again.session != hello.session
+            assert _is(site.job(job_id), JobState.RUNNING)
 
     asyncio.run(main())
 
 
 def test_a_cancelled_engine_never_comes_back(site: Site) -> None:
     async def main() -> int:
-        daemon = FakeDaemon(site.state_dir, SERVER, {ME.public})
-        job_id = site.submit("scavenge")
-        await greeted(daemon)
-        site.cluster.cancel((job_id,))
-        await daemon.expect(wire.Goodbye, 40.0)
-        daemon.send(wire.GoodbyeAck())
-        await site.until("the job has ended", lambda: _ended(site.job(job_id)))
-        daemon.close()
-        return job_id
+        with FakeDaemon(site.state_dir, SERVER, {ME.public}) as daemon:
+            job_id = site.submit("scavenge")
+            await greeted(daemon)
+            site.cluster.cancel((job_id,))
+            await daemon.expect(wire.Goodbye, 40.0)
+            daemon.send(wire.GoodbyeAck())
+            await site.until("the job has ended", lambda: _ended(site.job(job_id)))
+            return job_id
 
     job = site.job(asyncio.run(main()))
     assert job is None or job.state is JobState.CANCELLED
@@ -144,15 +142,14 @@ def test_a_cancelled_engine_never_comes_back(site: Site) -> None:
 
 def test_a_drained_engines_job_ends_completed(site: Site) -> None:
     async def main() -> int:
-        daemon = FakeDaemon(site.state_dir, SERVER, {ME.public})
-        job_id = site.submit("scavenge")
-        await greeted(daemon)
-        daemon.send(wire.Drain("surplus"))
-        await daemon.expect(wire.Goodbye, 40.0)
-        daemon.send(wire.GoodbyeAck())
-        await site.until("the job has ended", lambda: _ended(site.job(job_id)))
-        daemon.close()
-        return job_id
+        with FakeDaemon(site.state_dir, SERVER, {ME.public}) as daemon:
+            job_id = site.submit("scavenge")
+            await greeted(daemon)
+            daemon.send(wire.Drain("surplus"))
+            await daemon.expect(wire.Goodbye, 40.0)
+            daemon.send(wire.GoodbyeAck())
+            await site.until("the job has ended", lambda: _ended(site.job(job_id)))
+            return job_id
 
     job = site.job(asyncio.run(main()))
     assert job is None or job.state is JobState.COMPLETED

@@ -369,10 +369,21 @@ def test_sigterm_flushes_says_goodbye_and_leaves_on_the_ack_or_in_time() -> None
         assert t.do(Tick()) == []
 
 
-def test_sigterm_before_the_first_welcome_leaves_at_once() -> None:
+def test_sigterm_before_anybody_was_greeted_leaves_at_once() -> None:
+    assert of(Leave, Talk().do(Terminate("SIGTERM"))) == [Leave(EXIT_PREEMPTED, "SIGTERM")]
+
+
+@pytest.mark.parametrize("answered", [True, False])
+def test_sigterm_after_the_first_hello_waits_for_its_answer_to_say_goodbye(answered: bool) -> None:
+    """The daemon may know of us, and may have a lease on its way."""
     t = Talk()
     t.do(Connected())
-    assert of(Leave, t.do(Terminate("SIGTERM"))) == [Leave(EXIT_PREEMPTED, "SIGTERM")]
+    assert not of(Leave, t.do(Terminate("SIGTERM")))
+    if answered:
+        assert sent(t.hear(WELCOME)) == [wire.Goodbye("SIGTERM", notice=True)]
+        assert of(Leave, t.hear(wire.GoodbyeAck())) == [Leave(EXIT_PREEMPTED, "SIGTERM")]
+    else:
+        assert of(Leave, t.wait(LIMITS.notice_s)) == [Leave(EXIT_PREEMPTED, "SIGTERM")]
 
 
 def test_sigterm_while_greeting_again_says_goodbye_after_the_welcome() -> None:

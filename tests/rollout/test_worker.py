@@ -393,11 +393,10 @@ def test_a_daemon_that_comes_late_is_found(tmp_path: Path) -> None:
         options = Options(tmp_path, ME, WHO, Limits(backoff_s=0.02))
         worker = asyncio.create_task(Worker(options, builder=lambda _name: Stage.build).run())  # type: ignore[arg-type,return-value]
         await asyncio.sleep(0.1)
-        daemon = FakeDaemon(tmp_path, SERVER, {ME.public})
-        await daemon.expect(wire.WorkerHello, 5.0)
-        worker.cancel()
-        await asyncio.gather(worker, return_exceptions=True)
-        daemon.close()
+        with FakeDaemon(tmp_path, SERVER, {ME.public}) as daemon:
+            await daemon.expect(wire.WorkerHello, 5.0)
+            worker.cancel()
+            await asyncio.gather(worker, return_exceptions=True)
 
     asyncio.run(main())
 
@@ -476,48 +475,45 @@ def test_the_process_survives_sigstop_and_leaves_on_sigterm_in_time(tmp_path: Pa
     spec = models.spec(context=500)
 
     async def main() -> None:
-        daemon, source = FakeDaemon(tmp_path, SERVER, {ME.public}), WeightSource()
-        async with process(tmp_path, _key_file(tmp_path, ME)) as worker:
-            hello = await daemon.expect(wire.WorkerHello)
-            assert (hello.job_id, hello.incarnation, hello.node, hello.gpus, hello.pid) == (17, 2, "node3", 1, worker.pid)
-            daemon.send(wire.Welcome(1, 1, "run", spec, 0.2, 20.0, 8))
-            daemon.send(wire.UseWeights(1, manifests.encode(manifest), (source.publish(manifest, blob),)))
-            await daemon.expect(wire.WeightsLoaded, 60.0)
-            leases = [
-                Lease(i, 1, 1, pack_tokens((1, 2)), b"", Sampling(400), 3, SampleKey("train", 0, i, 0)) for i in range(16)
-            ]  # fmt: skip
-            daemon.send(wire.Assign(tuple(leases)))
-            await daemon.tokens(0, 20)
-            worker.send_signal(signal.SIGSTOP)
-            await asyncio.sleep(0.8)
-            daemon.inbox.clear()
-            worker.send_signal(signal.SIGCONT)
-            await daemon.expect(wire.Chunks)  # goes on, on the same connection
-            assert not any(isinstance(m, wire.WorkerHello) for m in daemon.inbox)
-            began = time.monotonic()
-            worker.send_signal(signal.SIGTERM)
-            goodbye = await daemon.expect(wire.Goodbye)
-            assert (goodbye.reason, goodbye.notice) == ("SIGTERM", True)
-            assert await worker.wait() == EXIT_PREEMPTED  # the daemon never acks
-            assert time.monotonic() - began < 1.0
-            assert worker.stderr is not None
-            log = (await worker.stderr.read()).decode()
-            assert ME.secret not in log
-            assert "worker.left" in log
-        daemon.close()
-        source.close()
+        with FakeDaemon(tmp_path, SERVER, {ME.public}) as daemon, WeightSource() as source:
+            async with process(tmp_path, _key_file(tmp_path, ME)) as worker:
+                hello = await daemon.expect(wire.WorkerHello)
+                assert (hello.job_id, hello.incarnation, hello.node, hello.gpus, hello.pid) == (17, 2, "node3", 1, worker.pid)
+                daemon.send(wire.Welcome(1, 1, "run", spec, 0.2, 20.0, 8))
+                daemon.send(wire.UseWeights(1, manifests.encode(manifest), (source.publish(manifest, blob),)))
+                await daemon.expect(wire.WeightsLoaded, 60.0)
+                leases = [
+                    Lease(i, 1, 1, pack_tokens((1, 2)), b"", Sampling(400), 3, SampleKey("train", 0, i, 0)) for i in range(16)
+                ]  # fmt: skip
+                daemon.send(wire.Assign(tuple(leases)))
+                await daemon.tokens(0, 20)
+                worker.send_signal(signal.SIGSTOP)
+                await asyncio.sleep(0.8)
+                daemon.inbox.clear()
+                worker.send_signal(signal.SIGCONT)
+                await daemon.expect(wire.Chunks)  # goes on, on the same connection
+                assert not any(isinstance(m, wire.WorkerHello) for m in daemon.inbox)
+                began = time.monotonic()
+                worker.send_signal(signal.SIGTERM)
+                goodbye = await daemon.expect(wire.Goodbye)
+                assert (goodbye.reason, goodbye.notice) == ("SIGTERM", True)
+                assert await worker.wait() == EXIT_PREEMPTED  # the daemon never acks
+                assert time.monotonic() - began < 1.0
+                assert worker.stderr is not None
+                log = (await worker.stderr.read()).decode()
+                assert ME.secret not in log
+                assert "worker.left" in log
 
     asyncio.run(main())
 
 
 def test_a_wrong_key_ends_the_process_with_78(tmp_path: Path) -> None:
     async def main() -> None:
-        daemon = FakeDaemon(tmp_path, SERVER, {ME.public})
-        async with process(tmp_path, _key_file(tmp_path, keys.generate())) as worker:
-            assert await asyncio.wait_for(worker.wait(), 30.0) == EXIT_REFUSED
-            assert worker.stderr is not None
-            assert b"does not accept this worker's key" in await worker.stderr.read()
-        daemon.close()
+        with FakeDaemon(tmp_path, SERVER, {ME.public}):
+            async with process(tmp_path, _key_file(tmp_path, keys.generate())) as worker:
+                assert await asyncio.wait_for(worker.wait(), 30.0) == EXIT_REFUSED
+                assert worker.stderr is not None
+                assert b"does not accept this worker's key" in await worker.stderr.read()
 
     asyncio.run(main())
 

@@ -30,6 +30,7 @@ from scavenger.wire import (
     GoodbyeAck,
     GroupDone,
     Heartbeat,
+    HeartbeatAck,
     Held,
     HelloAgain,
     Lease,
@@ -153,6 +154,7 @@ class SimWorker:
     asleep: bool = False
     leaving: bool = False
     stalled: bool = False
+    heard: int = 0
     held: dict[int, Piece] = field(default_factory=dict)
     old: list[Chunk] = field(default_factory=list)  # sent before: may be sent again
 
@@ -273,12 +275,13 @@ class World:
     def greet(self, worker: SimWorker) -> None:
         if worker.kind == "reserved":
             self.bench.hello(
-                worker.conn, session=worker.session, kind="reserved", node=worker.node, held=worker.held_list(), loaded=worker.loaded
-            )
+                worker.conn, session=worker.session, kind="reserved", node=worker.node, held=worker.held_list(), loaded=worker.loaded,
+                leaving=worker.leaving,
+            )  # fmt: skip
         else:
             self.bench.hello(
                 worker.conn, session=worker.session, intent=worker.intent, incarnation=worker.incarnation, node=worker.node,
-                held=worker.held_list(), loaded=worker.loaded,
+                held=worker.held_list(), loaded=worker.loaded, leaving=worker.leaving,
             )  # fmt: skip
 
     def load(self, worker: SimWorker) -> None:
@@ -334,7 +337,7 @@ class World:
             for piece in worker.held.values():
                 piece.sent = piece.durable
         self.flush(worker)
-        self.bench.say(worker.conn, Heartbeat(worker.held_list(), 0, worker.loaded))
+        self.bench.say(worker.conn, Heartbeat(worker.held_list(), 0, worker.loaded, heard=worker.heard))
 
     def read_mail(self, worker: SimWorker) -> None:
         box = self.bench.mail.pop(worker.conn, [])
@@ -345,13 +348,15 @@ class World:
     def hear(self, worker: SimWorker, message: Message) -> None:
         match message:
             case Welcome():
-                worker.greeted = True
+                worker.greeted, worker.heard = True, 0
                 for piece in worker.held.values():
                     piece.sent = piece.durable
                 if worker.leaving:
                     self.bench.say(worker.conn, Goodbye("SIGTERM", True))
             case HelloAgain():
                 worker.greeted = False
+            case HeartbeatAck(number=number):
+                worker.heard = number
             case Rejected(retry=retry):
                 worker.greeted = False
                 if not retry and worker in self.workers:

@@ -180,11 +180,22 @@ def test_a_lost_assignment_is_repaired_by_heartbeats_but_not_before_it_was_sent(
     bench.auto = True
     bench.settle()
     bench.leases(W1)  # and now it is lost on its way
-    for _ in range(4):
+    before = bench.take(W1, HeartbeatAck)[-1].number
+    for _ in range(8):  # a slow worker: its heartbeats were sent before it could have heard of the lease
         bench.now += 1
-        bench.say(W1, Heartbeat((), 0, 1))
-    assert [x.epoch for x in bench.leases(W1)] == [2]
-    assert bench.take(W1, HeartbeatAck)[-1].generation == 1
+        bench.say(W1, Heartbeat((), 0, 1, heard=before))
+    assert bench.sample(1).epoch == 1, "time proves nothing"
+    bench.say(W1, Heartbeat((), 0, 1, heard=bench.take(W1, HeartbeatAck)[0].number))
+    assert [x.epoch for x in bench.leases(W1)] == [2], "it heard what was sent after the lease, and does not hold it"
+
+
+def test_a_worker_that_greets_to_say_goodbye_gets_no_lease() -> None:
+    bench = started(n=1)
+    bench.hello(W1, leaving=True)
+    bench.say(W1, WeightsLoaded(1, root(1)))
+    assert bench.leases(W1) == []
+    bench.say(W1, Goodbye("SIGTERM", True))
+    assert len(bench.take(W1, GoodbyeAck)) == 1
 
 
 def test_a_worker_that_cannot_load_is_asked_again_and_at_last_drained() -> None:

@@ -31,17 +31,18 @@ def test_on_slurm_a_cancelled_engine_is_replaced_and_stays_cancelled_and_a_parti
 ) -> None:
     options = SiteOptions("slurm", tmp_path, demo_layout(grace_s=2.0), observe_s=0.3, max_engines=1)
     with Site(options) as site, WeightSource() as source:
-        run_toml = play.write_run(site, small_model, run={"name": "cancelled"}, engine={"pace": 5.0})
+        run_toml = play.write_run(site, small_model, run={"name": "cancelled"}, engine={"pace": 2.5})
         with scripted.opened(run_toml) as run:
             version = scripted.publish(run, source, small_model, 0)
             waiting = scripted.submit(run, 1, version, samples=4, tokens=20)
-            _partitions_in_the_way(site)
-            [(_, job, _)] = play.wait_for("an engine at work", lambda: run.poll(0) or play.busy(site), 60)
+            [(_, job, _)] = play.wait_for("an engine at work", lambda: play.busy(site), 60)
             site.cluster.cancel((job,))
             groups = scripted.collect(run, waiting)
             scripted.commit(run, 1, version, groups)
             run.close_run("finished")
-        assert {sample.moves for group in groups for sample in group.samples} == {1}
+            _partitions_in_the_way(site)
+        leases = play.ask(site, "SELECT sample_id, epoch, worker_id, start_len, end_len, reason FROM leases ORDER BY 1, 2")
+        assert {sample.moves for group in groups for sample in group.samples} == {1}, leases
         assert play.ask(site, "SELECT sum(regenerated) FROM samples") == [(0,)], "it said goodbye first"
         play.wait_for("our jobs to leave the queue", lambda: not play.jobs_left(site), 30)
         was = play.job(site, job)
