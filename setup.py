@@ -47,6 +47,7 @@ EXTRAS = {
         "psutil>=5.9",
         "pytest>=8",
         "pytest-timeout>=2.3",
+        "pytest-xdist>=3.6",
         "ruff>=0.6",
         "scipy>=1.13",
         "setuptools>=77",

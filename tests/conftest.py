@@ -47,6 +47,13 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"SCAVENGER_REQUIRE names {sorted(unknown)}; known are {sorted(SERVICES)}")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """For `--dist loadgroup`: whole runs, which mostly wait, beside everything else, which mostly computes."""
+    for item in items:
+        runs = "/tests/system/" in item.path.as_posix()
+        item.add_marker(pytest.mark.xdist_group("runs" if runs else "parts"))
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     for service, missing in SERVICES.items():
         if item.get_closest_marker(service) is None:

@@ -24,7 +24,7 @@ def test_the_step_completes_when_harvested_engines_vanish_after_the_window(
         assert isinstance(cluster, LocalCluster)
         # the window closes after one sample of sixteen: most of the step is then in flight at harvested engines
         run = play.write_run(
-            site, small_model, run={"steps": 5}, engine={"max_batch": 4, "pace": 3.0}, reserved={"window": 0.06}
+            site, small_model, run={"steps": 4}, engine={"max_batch": 4, "pace": 5.0}, reserved={"window": 0.06}
         )
         training = play.submit(site, run)
         step = play.wait_for("reserved engines asleep, harvested ones at work", lambda: _window_closed(site), 90)
@@ -35,7 +35,7 @@ def test_the_step_completes_when_harvested_engines_vanish_after_the_window(
             for node in ("node1", "node2", "node3"):
                 site.submit_other(300, 4, node)
         play.finish(site, training)
-        assert play.result(site) == undisturbed.until(5)
+        assert play.result(site) == undisturbed.until(4)
         woken = play.ask(
             site,
             "SELECT count(*) FROM leases l JOIN samples s ON s.sample_id = l.sample_id JOIN groups g ON g.group_id = s.group_id "
