@@ -9,23 +9,21 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import structlog
 import typer
 from rich.console import Console
 
-from scavenger import __version__, config, keys
+from scavenger import __version__, cli_ledger, config, keys
+from scavenger.cli_options import DEFAULT_CONFIG, ConfigOption
 from scavenger.errors import ScavengerError
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Idle GPUs of a Slurm cluster for LLM rollouts."
 )
-ledger_app = typer.Typer(no_args_is_help=True, help="Read and check the ledger.")
-app.add_typer(ledger_app, name="ledger")
+app.add_typer(cli_ledger.app, name="ledger")
 
-ConfigOption = Annotated[Path, typer.Option("--config", "-c", help="the daemon's scavenger.toml", envvar="SCAVENGER_CONFIG")]
-DEFAULT_CONFIG = Path("scavenger.toml")
 err = Console(stderr=True, soft_wrap=True, highlight=False)
 
 
@@ -172,31 +170,3 @@ def samples(
     url = config.read_daemon(config_path).ledger_url
     for line in shown.lines(url, run, step, group, _one_of(purpose, ("train", "eval")), jsonl=jsonl):
         print(line)
-
-
-@ledger_app.command("report")
-def ledger_report(
-    name: Annotated[str, typer.Argument(help="a report of sql/reports; `list` names them all")],
-    fmt: Annotated[Literal["table", "csv", "json"], typer.Option("--format")] = "table",
-    config_path: ConfigOption = DEFAULT_CONFIG,
-) -> None:
-    """Run one of the admin reports."""
-    from scavenger.ledger import queries, reports
-
-    if name == "list":
-        for known in queries.report_names():
-            print(f"{known:36} {queries.question(queries.load_report(known))}")
-        return
-    print(reports.report(config.read_daemon(config_path).ledger_url, name, fmt))
-
-
-@ledger_app.command("check")
-def ledger_check(config_path: ConfigOption = DEFAULT_CONFIG) -> None:
-    """Audit the ledger: every reference, every offset, every sample delivered once."""
-    from scavenger.ledger import reports
-
-    problems = reports.check(config.read_daemon(config_path).ledger_url)
-    for problem in problems:
-        print(problem)
-    print("the ledger is sound" if not problems else f"{len(problems)} problems")
-    sys.exit(1 if problems else 0)
