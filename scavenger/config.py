@@ -85,8 +85,16 @@ class HarvestSection(Section):
     python: str = ""  # interpreter of the engines; empty = the daemon's
 
 
+class LedgerSection(Section):
+    """What becomes of the tokens of samples that no resume from a kept checkpoint can want again."""
+
+    retention: Literal["keep", "compact", "drop"] = "keep"
+    retention_steps: NonNegative = 2  # steps that the run must have taken since the sample's own
+
+
 class DaemonConfig(Section):
     daemon: DaemonSection
+    ledger: LedgerSection = LedgerSection()
     cluster: ClusterSection = ClusterSection()
     harvest: HarvestSection = HarvestSection()
 

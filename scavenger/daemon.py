@@ -23,8 +23,9 @@ from scavenger.cluster.port import Cluster
 from scavenger.config import DaemonConfig
 from scavenger.errors import AuthError, DaemonUnavailable, Fenced, LedgerError
 from scavenger.harvest.driver import Harvester
-from scavenger.ledger import reader, store
+from scavenger.ledger import reader, retention, store
 from scavenger.ledger.faults import REMEDIES
+from scavenger.ledger.keeper import Keeper
 from scavenger.ledger.records import GroupState
 from scavenger.ledger.writer import Writer, WriterState
 from scavenger.router.events import Identity
@@ -92,17 +93,19 @@ class Daemon:
             port = server.bind(self.config.daemon.listen, self.config.daemon.port)
             server.perform(router.restore(snapshot, self.clock()))
             await self._announce(server, pair.public, port, generation)
-            await self._serve(server, harvester)
+            await self._serve(server, harvester, self._keeper(server, writer))
         finally:
             await asyncio.to_thread(writer.close)
             server.close()
         if self.failure is not None:
             raise self.failure
 
-    async def _serve(self, server: Server, harvester: Harvester | None) -> None:
+    async def _serve(self, server: Server, harvester: Harvester | None, keeper: Keeper | None) -> None:
         tasks = [asyncio.create_task(server.run(self.stop)), asyncio.create_task(self._watch_files())]
         if harvester is not None:
             tasks.append(asyncio.create_task(harvester.run(self.stop)))
+        if keeper is not None:
+            tasks.append(asyncio.create_task(keeper.run(self.stop)))
         try:
             done, _ = await asyncio.wait([*tasks, asyncio.create_task(self.stop.wait())], return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -173,7 +176,15 @@ class Daemon:
             clock=self.clock,
         )  # fmt: skip
 
+    def _keeper(self, server: Server, writer: Writer) -> Keeper | None:
+        policy = retention.Policy(self.config.ledger.retention, self.config.ledger.retention_steps)
+        if policy.retention == "keep":
+            return None
+        return Keeper(writer.engine, policy, commit=server.commit, backlog_bytes=lambda: writer.backlog_bytes, clock=self.clock)
+
     async def _history(self, run_id: int, after_step: int) -> tuple[GroupState, ...]:
+        # Behind the record that grants the attempt: from then on neither retention nor a purge takes what is about to be read.
+        await self.server.commit([])
         return await asyncio.to_thread(reader.replay_groups, self._engine, run_id, after_step)
 
     async def _announce(self, server: Server, public: str, port: int, generation: int) -> None:

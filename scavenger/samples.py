@@ -64,7 +64,8 @@ def describe(row: SampleRow, tokenizer: Tokenizer) -> dict[str, Any]:
         "state": row.state,
         "reason": row.reason,
         "finish": row.finish,
-        "tokens": len(row.tokens),
+        "tokens": row.accepted_len,
+        "contents": row.contents,
         "moves": row.moves,
         "engines": [
             {"worker": x.worker_id, "kind": x.kind, "node": x.node, "job": x.job_id, "from": x.start_len, "to": x.end_len, "end": x.reason}
@@ -77,8 +78,10 @@ def _line(item: dict[str, Any]) -> str:
     def number(value: float | None) -> str:
         return "-" if value is None else f"{value:+.3f}"
 
+    gone = item["contents"] in ("dropped", "purged")
+    answer = f"({item['tokens']} tokens, {item['contents']})" if gone else repr(item["answer"])
     engines = " > ".join(f"{e['kind']}@{e['node']}[{e['from']}:{e['to']}]" for e in item["engines"])
     return (
-        f"  {item['index']:>3}  {item['answer']!r:<24} reward {number(item['reward'])}  advantage {number(item['advantage'])}  "
+        f"  {item['index']:>3}  {answer:<24} reward {number(item['reward'])}  advantage {number(item['advantage'])}  "
         f"{item['state']:<10} {item['finish']:<7} moves {item['moves']}  {engines}"
     )

@@ -186,6 +186,19 @@ class SampleReopened(Record, frozen=True):
     at: float
 
 
+class ContentsReduced(Record, frozen=True):
+    """Final samples' chunks become one row a lease: `to` "compacted" with their payload, "dropped" without.
+
+    `attempt`: the run's newest when this was planned. A later one may resume from where these samples are wanted: then nothing is done.
+    """
+
+    run_id: int
+    attempt: int
+    sample_ids: tuple[int, ...]
+    to: str
+    at: float
+
+
 class GroupDelivered(Record, frozen=True):
     group_id: int
     attempt: int

@@ -87,6 +87,7 @@ runs = Table(
     _int("resume_step"),  # derived: of the newest attempt
     _int("last_step"),  # derived: the last surviving train step
     _int("last_version"),  # derived: the highest published, 0 = none
+    _maybe_time("purged_at"),  # when `ledger purge` took the contents of what it had generated until then
     Index("ix_runs_name", "name"),
     Index("ix_runs_state", "state"),
 )
@@ -192,6 +193,8 @@ samples = Table(
     _int("ended_attempt"),
     _maybe_time("finished_at"),
     _maybe_time("ended_at"),
+    # null: its chunks are as they came; else what retention made of them: compacted | dropped | purged
+    Column("contents", Text, nullable=True),
     Index("ix_samples_group", "group_id"),
     # Finds the few that are in flight, or that a replay may need, among millions that are final.
     Index("ix_samples_state", "state", "run_id", "ended_step"),
@@ -229,8 +232,9 @@ leases = Table(
     Index("ix_leases_worker", "worker_id"),
 )
 
-#: The hot table: appended to and read, never updated. It has no unique key but the row number, because a unique composite key
-#: costs several times the insert itself; that offsets join up is proved by the core, by every snapshot and by `ledger check`.
+#: The hot table: appended to and read; only retention and a purge touch rows, of samples that are final. It has no unique key but the
+#: row number, because a unique composite key costs several times the insert itself; that offsets join up is proved by the core, by
+#: every snapshot, by compaction and by `ledger check`. Three empty payloads: the sample's contents were dropped or purged.
 chunks = Table(
     "chunks",
     metadata,

@@ -15,7 +15,8 @@ import sqlalchemy as sa
 
 from scavenger.errors import Fenced, LedgerError
 from scavenger.ledger.bulk import append_chunks
-from scavenger.ledger.records import ChunkAccepted, Record
+from scavenger.ledger.records import ChunkAccepted, ContentsReduced, Record
+from scavenger.ledger.reduce import reduce_contents
 from scavenger.ledger.schema import generations
 from scavenger.ledger.statements import KINDS, Statement, arrange, describe
 from scavenger.ledger.store import BEGIN, require_head
@@ -67,6 +68,8 @@ def commit_batch(connection: sa.Connection, generation: int, batch: int, records
                 _run(connection, statement, same)
             if kind is ChunkAccepted:
                 append_chunks(connection, [record for record in same if isinstance(record, ChunkAccepted)])
+            elif kind is ContentsReduced:
+                reduce_contents(connection, [record for record in same if isinstance(record, ContentsReduced)])
     return True
 
 
