@@ -78,7 +78,7 @@ def _line(item: dict[str, Any]) -> str:
     def number(value: float | None) -> str:
         return "-" if value is None else f"{value:+.3f}"
 
-    gone = item["contents"] in ("dropped", "purged")
+    gone = item["contents"] in reader.GONE
     answer = f"({item['tokens']} tokens, {item['contents']})" if gone else repr(item["answer"])
     engines = " > ".join(f"{e['kind']}@{e['node']}[{e['from']}:{e['to']}]" for e in item["engines"])
     return (

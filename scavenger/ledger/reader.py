@@ -250,15 +250,11 @@ def _groups(connection: sa.Connection, run_id: int, final: int) -> Iterator[r.Gr
     payloads = _payloads(samples, _ask(connection, "snapshot_chunks", **wanted))
     leases = {row["sample_id"]: row for row in _ask(connection, "snapshot_leases", **wanted)}
     members: dict[int, list[r.SampleState]] = defaultdict(list)
-    # Only an attempt that starts before the oldest kept checkpoint asks for these. Without its prompt no group equals a submitted one,
-    # so the router supersedes it and has it generated again instead of delivering what is not there.
-    incomplete = {row["group_id"] for row in samples if gone(row)}
     for row in samples:
         members[row["group_id"]].append(_sample(row, payloads[row["sample_id"]], leases.get(row["sample_id"])))
     for row in _ask(connection, "snapshot_groups", **wanted):
         group = row["group_id"]
-        known = {**row, "prompt": b""} if group in incomplete else row
-        created = _struct(r.GroupCreated, known, version="created_version", at="created_at")
+        created = _struct(r.GroupCreated, row, version="created_version", at="created_at")
         if len(members[group]) != created.n:
             raise LedgerError(f"group {group} has {len(members[group])} samples instead of {created.n}", _RESTORE)
         yield r.GroupState(created, row["version"], tuple(members[group]))
@@ -269,17 +265,14 @@ def _payloads(samples: Sequence[Mapping[str, Any]], chunks: Iterable[Mapping[str
     for row in chunks:
         pieces[row["sample_id"]].append((row["start_len"], row["tokens"], row["logprobs"], row["raw_logprobs"]))
     return {
-        row["sample_id"]: _GONE if gone(row) else join_chunks(row["sample_id"], pieces[row["sample_id"]], row["accepted_len"])
+        row["sample_id"]: _GONE if row["contents"] in GONE else join_chunks(row["sample_id"], pieces[row["sample_id"]], row["accepted_len"])
         for row in samples
     }
 
 
+#: `samples.contents` of a sample whose tokens are not there any more.
+GONE = frozenset({"dropped", "purged"})
 _GONE: Payload = (b"", b"", b"")
-
-
-def gone(sample: Mapping[str, Any]) -> bool:
-    """Whether the sample's tokens were dropped or purged."""
-    return sample["contents"] in ("dropped", "purged")
 
 
 def _sample(row: Mapping[str, Any], payload: Payload, lease: Mapping[str, Any] | None) -> r.SampleState:
