@@ -39,11 +39,11 @@ class Keeper:
         commit: Callable[[Sequence[Record]], Awaitable[None]],
         backlog_bytes: Callable[[], int],
         clock: Callable[[], float],
-        look_s: float = LOOK_S,
+        look_s: float | None = None,
     ) -> None:
         self._engine, self._policy = engine, policy
         self._commit, self._backlog_bytes, self._clock = commit, backlog_bytes, clock
-        self._look_s = look_s
+        self._look_s = LOOK_S if look_s is None else look_s
         self._done: dict[tuple[int, int], int] = {}  # (run_id, attempt) -> the last step that was dealt with
 
     async def run(self, stop: asyncio.Event) -> None:
