@@ -106,6 +106,8 @@ def _patiently(engine: sa.Engine, work: Callable[[sa.Connection], T]) -> T:
     while True:
         try:
             with open_connection(engine) as connection, connection.begin():
+                if connection.dialect.name == "sqlite":
+                    connection.exec_driver_sql("PRAGMA secure_delete=ON")  # what is freed is overwritten, not only unlinked
                 return work(connection)
         except sa.exc.DBAPIError as error:
             state = classify(error)

@@ -15,7 +15,7 @@ from scavenger.ledger import purge, reader, store
 from scavenger.ledger import records as r
 from scavenger.ledger.reports import check
 from scavenger.ledger.retention import Policy
-from tests.ledger.examples import CONFIG, T0, chunk, group, witness, written
+from tests.ledger.examples import CONFIG, T0, answer, chunk, group, witness, written
 from tests.ledger.histories import answers, config, ended, fetch, keep, spoil, training
 
 #: The contents of `training`: each step has three chunks and one; the rest are two evaluations and what was superseded.
@@ -133,6 +133,22 @@ def test_the_command_asks_first_and_prints_what_it_deleted(sqlite_url: str, tmp_
     done = CliRunner().invoke(app, [*argv, "--yes"])
     assert (done.exit_code, f"deleted {held}" in done.output) == (0, True), done.output
     assert contents(sqlite_url, 1) == (0, 0, 0)
+
+
+def test_nothing_of_the_contents_is_left_in_sqlite_s_file(sqlite_url: str) -> None:
+    """Short payloads lie in a page among others, long ones in pages of their own: both are overwritten."""
+    long = chunk(7001, 1, 0, 4000, 1)
+    fat: list[r.Record] = [
+        group(7000, 7001, 1, 9, 1), r.LeaseGranted(7001, 1, 1, 1, 0, T0), long, r.LeaseEnded(7001, 1, "x", 4000, 0, T0),
+        r.SampleEnded(7001, "surplus", "x", 0, 0, None, None, T0),
+    ]  # fmt: skip
+    written(sqlite_url, [*training(), fat, ended()])
+    path = Path(sqlite_url.removeprefix("sqlite:///"))
+    said = [answer(102, 4), answer(301, 3), long.tokens[:64], long.tokens[-64:], long.logprobs[8000:8064]]
+    assert all(text in path.read_bytes() for text in said)
+    purge.purge(sqlite_url, "sorting")
+    left = b"".join(file.read_bytes() for file in path.parent.iterdir())  # no daemon runs: its log has gone into the file
+    assert [text in left for text in said] == [False] * len(said)
 
 
 def test_an_unknown_run_is_refused(sqlite_url: str) -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import replace
+from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
+from scavenger import samples
 from scavenger.ledger import reader, retention, store
 from scavenger.ledger import records as r
 from scavenger.ledger.reports import check
@@ -155,6 +161,22 @@ def test_dropping_takes_the_tokens_and_nothing_that_a_resume_from_a_kept_checkpo
     assert empty == [(101,), (102,), (201,), (202,), (1002,)]
     assert check(url) == []
     assert said(url, 1) == [(), ()]
+
+
+def test_a_reader_is_told_what_became_of_an_answer(sqlite_url: str, tmp_path: Path) -> None:
+    words = tmp_path / "tokenizer.json"
+    Tokenizer(WordLevel({"seven": 7, "eight": 8, "nine": 9}, unk_token="seven")).save(str(words))
+    history = training()
+    history[0] = [msgspec.structs.replace(x, tokenizer=str(words)) if isinstance(x, r.RunCreated) else x for x in history[0]]
+    written(sqlite_url, history)
+    keep(sqlite_url, DROP)
+    prompt, first, second = samples.lines(sqlite_url, "sorting", 1, None, "train", jsonl=False)
+    assert "seven eight nine" in prompt
+    assert "(9 tokens, dropped)" in first
+    assert "harvested@n3[0:5] > reserved@n0[5:9]" in first
+    assert "(4 tokens, dropped)" in second
+    told = [json.loads(line) for step in (1, 4) for line in samples.lines(sqlite_url, "sorting", step, None, "train", jsonl=True)]
+    assert [(x["tokens"], x["contents"]) for x in told] == [(9, "dropped"), (4, "dropped"), (9, ""), (4, "")]
 
 
 def test_a_group_whose_tokens_are_gone_never_equals_the_one_that_a_trainer_submits(url: str) -> None:
