@@ -26,7 +26,7 @@ from scavenger.harvest.driver import Harvester
 from scavenger.ledger import reader, retention, store
 from scavenger.ledger.faults import REMEDIES
 from scavenger.ledger.keeper import Keeper
-from scavenger.ledger.records import GroupState
+from scavenger.ledger.records import Event, GroupState
 from scavenger.ledger.writer import Writer, WriterState
 from scavenger.router.events import Identity
 from scavenger.router.machine import Router
@@ -208,10 +208,15 @@ class Daemon:
     def _allow_owners(self) -> None:
         """Enrolled owners, as the files say now; a removed file revokes at once."""
         owners = keys.enrolled_owners(self.state_dir)
-        for gone in set(getattr(self, "_owners", {})) - set(owners):
+        known: dict[str, str] = getattr(self, "_owners", {})
+        for gone in set(known) - set(owners):
             self.keyring.revoke(gone)
         for public in owners:
             self.keyring.allow(public, Identity("owner", public))
+        # The ledger's runs name their owner's key; its reports find the name here.
+        named = [Event("owner_enrolled", 0, key, name, "{}", self.clock()) for key, name in owners.items() if known.get(key) != name]
+        if named:
+            self.server.write(named)
         self._owners = owners
 
     def _announced_generation(self) -> int:
