@@ -33,6 +33,18 @@ def report_command(
     print(reports.report(config.read_daemon(config_path).ledger_url, name, fmt))
 
 
+@app.command("tokens")
+def tokens_command(
+    sample: Annotated[int, typer.Argument(help="the sample's id")],
+    fmt: Annotated[Literal["ids", "text", "json"], typer.Option("--format", help="json has prompt and logprobs too")] = "ids",
+    config_path: ConfigOption = DEFAULT_CONFIG,
+) -> None:
+    """Print one sample's tokens."""
+    from scavenger.ledger import tokens
+
+    print(tokens.show(config.read_daemon(config_path).ledger_url, sample, fmt), end="")
+
+
 @app.command("check")
 def check_command(config_path: ConfigOption = DEFAULT_CONFIG) -> None:
     """Audit the ledger: every reference, every offset, every sample delivered once."""

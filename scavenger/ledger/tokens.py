@@ -1,0 +1,73 @@
+"""`scavenger ledger tokens`: what one sample says, as token ids, as text, or with its logprobs as JSON. Reads only.
+
+Owns the formats. The ledger has the ids, and the run names the tokenizer that makes text of them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+import sqlalchemy as sa
+from tokenizers import Tokenizer
+
+from scavenger.errors import ConfigError, LedgerError
+from scavenger.ledger import queries
+from scavenger.ledger.reader import join_chunks, rows
+from scavenger.ledger.store import open_readonly
+from scavenger.wire import unpack_logprobs, unpack_tokens
+
+Format = Literal["ids", "text", "json"]
+
+
+def show(url: str, sample_id: int, format: Format = "ids") -> str:
+    """A sample's accepted tokens, complete or not. "ids": decimal, on one line. "text": decoded. "json": one object, with the prompt's
+    tokens, the logprobs (float32, exact; infinities as the strings "Infinity" and "-Infinity") and where the sample belongs.
+
+    Raises `LedgerError` for a sample that the ledger does not have or whose chunks do not join, `ConfigError` without its tokenizer.
+    """
+    engine = open_readonly(url)
+    try:
+        sample = _sample(engine, sample_id)
+        pieces = rows(engine, queries.load("sample_chunks"), {"sample_id": sample_id}).rows
+    finally:
+        engine.dispose()
+    chunks = [(start, bytes(tokens), bytes(logprobs), bytes(raw)) for start, tokens, logprobs, raw in pieces]
+    # A running daemon may have committed chunks since the sample was read: its length is theirs, and gaps are still found.
+    length = max([int(sample["accepted_len"]), *(start + len(tokens) // 4 for start, tokens, *_ in chunks)])
+    tokens, logprobs, raw_logprobs = join_chunks(sample_id, chunks, length)
+    ids = unpack_tokens(tokens)
+    if format == "ids":
+        return " ".join(map(str, ids)) + "\n"
+    if format == "text":
+        return str(load_tokenizer(sample["tokenizer"]).decode(list(ids), skip_special_tokens=False)) + "\n"
+    place = {name: sample[name] for name in _PLACE}
+    said = {"prompt": unpack_tokens(bytes(sample["prompt"])), "tokens": ids}
+    told = {"logprobs": _plain(unpack_logprobs(logprobs)), "raw_logprobs": _plain(unpack_logprobs(raw_logprobs))}
+    return json.dumps({**place, **said, **told}, allow_nan=False) + "\n"
+
+
+_PLACE = ("sample_id", "run", "group_id", "purpose", "step", "prompt_index", "take", "sample_index", "state", "finish")
+
+
+def load_tokenizer(path: str) -> Tokenizer:
+    """The tokenizer of a run. Raises `ConfigError` when its file is gone."""
+    if not Path(path).exists():
+        raise ConfigError(f"the run's tokenizer {path!r} is not there any more", "put it back: answers are kept as token ids")
+    return Tokenizer.from_file(path)
+
+
+def _sample(engine: sa.Engine, sample_id: int) -> dict[str, Any]:
+    found = rows(engine, queries.load("sample_by_id"), {"sample_id": sample_id})
+    if not found.rows:
+        raise LedgerError(
+            f"the ledger has no sample {sample_id}", "`scavenger ledger report open_leases` and `scavenger samples --jsonl` name samples"
+        )
+    return dict(zip(found.columns, found.rows[0], strict=True))
+
+
+def _plain(logprobs: tuple[float, ...]) -> list[float | str]:
+    """JSON has no infinities; Python's float() and PostgreSQL's real read these words."""
+    return [x if math.isfinite(x) else "NaN" if math.isnan(x) else "Infinity" if x > 0 else "-Infinity" for x in logprobs]
