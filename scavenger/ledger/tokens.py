@@ -10,12 +10,11 @@ import math
 from pathlib import Path
 from typing import Any, Literal
 
-import sqlalchemy as sa
 from tokenizers import Tokenizer
 
 from scavenger.errors import ConfigError, LedgerError
 from scavenger.ledger import queries
-from scavenger.ledger.reader import join_chunks, rows
+from scavenger.ledger.reader import Piece, join_chunks, rows
 from scavenger.ledger.store import open_readonly
 from scavenger.wire import unpack_logprobs, unpack_tokens
 
@@ -28,16 +27,13 @@ def show(url: str, sample_id: int, format: Format = "ids") -> str:
 
     Raises `LedgerError` for a sample that the ledger does not have or whose chunks do not join, `ConfigError` without its tokenizer.
     """
-    engine = open_readonly(url)
-    try:
-        sample = _sample(engine, sample_id)
-        pieces = rows(engine, queries.load("sample_chunks"), {"sample_id": sample_id}).rows
-    finally:
-        engine.dispose()
-    chunks = [(start, bytes(tokens), bytes(logprobs), bytes(raw)) for start, tokens, logprobs, raw in pieces]
-    # A running daemon may have committed chunks since the sample was read: its length is theirs, and gaps are still found.
-    length = max([int(sample["accepted_len"]), *(start + len(tokens) // 4 for start, tokens, *_ in chunks)])
-    tokens, logprobs, raw_logprobs = join_chunks(sample_id, chunks, length)
+    sample, pieces = _read(url, sample_id)
+    if sample["contents"] in ("dropped", "purged"):
+        raise LedgerError(
+            f"the {sample['accepted_len']} tokens of sample {sample_id} were {sample['contents']}; what happened to it is still known",
+            "next time, let `retention` in [ledger] keep or compact them, or export the run before it is purged",
+        )
+    tokens, logprobs, raw_logprobs = join_chunks(sample_id, pieces, sample["accepted_len"])
     ids = unpack_tokens(tokens)
     if format == "ids":
         return " ".join(map(str, ids)) + "\n"
@@ -59,13 +55,19 @@ def load_tokenizer(path: str) -> Tokenizer:
     return Tokenizer.from_file(path)
 
 
-def _sample(engine: sa.Engine, sample_id: int) -> dict[str, Any]:
-    found = rows(engine, queries.load("sample_by_id"), {"sample_id": sample_id})
-    if not found.rows:
+def _read(url: str, sample_id: int) -> tuple[dict[str, Any], list[Piece]]:
+    engine = open_readonly(url)
+    try:
+        found = rows(engine, queries.load("sample_tokens"), {"sample_id": sample_id})
+    finally:
+        engine.dispose()
+    records = [dict(zip(found.columns, row, strict=True)) for row in found.rows]
+    if not records:
         raise LedgerError(
-            f"the ledger has no sample {sample_id}", "`scavenger ledger report open_leases` and `scavenger samples --jsonl` name samples"
+            f"the ledger has no sample {sample_id}", "`scavenger samples --jsonl` and `scavenger ledger report open_leases` name samples"
         )
-    return dict(zip(found.columns, found.rows[0], strict=True))
+    chunks = [record for record in records if record["start_len"] is not None]  # null: it has none yet
+    return records[0], [(c["start_len"], bytes(c["tokens"]), bytes(c["logprobs"]), bytes(c["raw_logprobs"])) for c in chunks]
 
 
 def _plain(logprobs: tuple[float, ...]) -> list[float | str]:

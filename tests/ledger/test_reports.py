@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -117,7 +118,8 @@ def test_the_life_of_a_sample_is_told_in_order(url: str) -> None:
     assert {row["sample_id"] for row in life} == {11}
     assert [row["what"] for row in life] == [
         "prompt submitted", "leased", "tokens accepted", "lease ended", "leased", "tokens accepted", "lease ended", "complete",
-        "consumed", "step committed", "weights published", "reopened", "group delivered", "consumed", "step committed", "checkpoint written",
+        "consumed", "step committed", "weights published", "reopened", "group delivered", "consumed", "step committed",
+        "checkpoint written",
     ]  # fmt: skip
     detail = {row["what"]: (row["who"], row["detail"]) for row in reversed(life)}  # the first of each
     assert detail["prompt submitted"] == (
@@ -128,8 +130,7 @@ def test_the_life_of_a_sample_is_told_in_order(url: str) -> None:
         ("reference on n3", "epoch 1, 5 tokens in 2 chunks, version 1"), ("reference on n0", "epoch 2, 4 tokens in 1 chunks, version 1"),
     ]  # fmt: skip
     assert detail["complete"] == ("stop", "9 tokens")
-    assert detail["consumed"][1] in ("step 1, attempt 1, reward 1, advantage 0.7", "step 1, attempt 1, reward 1.0000, advantage 0.7000",
-                                     "step 1, attempt 1, reward 1.0, advantage 0.7")  # fmt: skip
+    assert re.fullmatch(r"step 1, attempt 1, reward 1(\.0+)?, advantage 0\.70*", detail["consumed"][1])  # each database's own digits
     assert [(row["who"], row["detail"]) for row in life if row["what"] == "step committed"] == [
         ("undone by attempt 2", "step 1, attempt 1, on version 1"), ("survives", "step 1, attempt 2, on version 1"),
     ]  # fmt: skip

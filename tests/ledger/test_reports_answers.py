@@ -81,7 +81,9 @@ def test_what_is_in_flight_is_told_by_run_node_and_job(url: str) -> None:
 
 def test_who_holds_what_lease(url: str) -> None:
     written_until(url, flight(), T0 + 300)
-    columns = ("sample_id", "epoch", "worker_id", "node", "job_id", "tokens_when_granted", "accepted_tokens", "held_s", "last_tokens_unix_s")
+    columns = (
+        "sample_id", "epoch", "worker_id", "node", "job_id", "tokens_when_granted", "accepted_tokens", "held_s", "last_tokens_unix_s",
+    )  # fmt: skip
     assert picked(answers(url, "open_leases"), *columns) == [
         (12, 1, 2, "n0", 100, 0, 4, 294, T0 + 7),
         (11, 2, 2, "n0", 100, 5, 5, 291, None),

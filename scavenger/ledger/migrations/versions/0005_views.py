@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from alembic import op
 
-revision = "0002"
-down_revision = "0001"
+revision = "0005"
+down_revision = "0003"
 branch_labels = None
 depends_on = None
 
@@ -25,7 +25,8 @@ VIEWS: dict[str, tuple[str, str]] = {
     "v_runs": (
         "run_id, name, owner_key, COALESCE((SELECT e.reason FROM events e WHERE e.kind = 'owner_enrolled' AND e.subject = owner_key"
         " ORDER BY e.id DESC LIMIT 1), owner_key) AS owner,"
-        " seed, tokenizer, created_at, state, reason, ended_at, attempt, resume_step, last_step, last_version",
+        " seed, tokenizer, created_at, state, reason, ended_at, attempt, resume_step, last_step, last_version,"
+        " purged_at",
         "runs",
     ),
     "v_attempts": ("run_id, attempt, host, job_id, resume_step, started_at", "attempts"),
@@ -39,14 +40,18 @@ VIEWS: dict[str, tuple[str, str]] = {
     ),
     "v_samples": (
         f"sample_id, group_id, run_id, sample_index, state, {_REASON}, finish, accepted_len, epoch, moves, worker_id, regenerated,"
-        " reward, advantage, ended_step, ended_attempt, finished_at, ended_at",
+        " reward, advantage, ended_step, ended_attempt, finished_at, ended_at, contents",
         "samples",
     ),
     "v_sample_ends": (f"id, sample_id, state, {_REASON}, step, attempt, reward, advantage, at", "sample_ends"),
     "v_leases": (
         "sample_id, epoch, worker_id, version, start_len, end_len, regenerated, reason, granted_at, ended_at", "leases",
     ),
-    "v_chunks": ("id, sample_id, epoch, start_len, n_tokens, version, worker_id, at", "chunks"),
+    "v_chunks": (
+        "id, sample_id, epoch, start_len, n_tokens, version, worker_id, at, length(tokens) AS token_bytes,"
+        " length(logprobs) AS logprob_bytes, length(raw_logprobs) AS raw_logprob_bytes",
+        "chunks",
+    ),
     "v_workers": (
         "worker_id, run_id, kind, intent_id, incarnation, job_id, node, gpus, engine, joined_at, left_at, reason, notice, samples,"
         " salvaged, regenerated",
@@ -113,7 +118,8 @@ $$
 """
 _TOKENS = """
 CREATE VIEW v_sample_tokens AS
-SELECT s.sample_id, s.run_id, s.group_id, s.sample_index, s.state, s.accepted_len, ledger_int32(g.prompt) AS prompt,
+SELECT s.sample_id, s.run_id, s.group_id, s.sample_index, s.state, s.contents, s.accepted_len,
+       ledger_int32(g.prompt) AS prompt,
        ledger_int32(c.tokens) AS tokens, ledger_float32(c.logprobs) AS logprobs, ledger_float32(c.raw_logprobs) AS raw_logprobs
 FROM samples s
 JOIN groups g ON g.group_id = s.group_id
