@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -39,3 +40,29 @@ def check_command(config_path: ConfigOption = DEFAULT_CONFIG) -> None:
         print(problem)
     print("the ledger is sound" if not problems else f"{len(problems)} problems")
     sys.exit(1 if problems else 0)
+
+
+@app.command("backup")
+def backup_command(
+    target: Annotated[Path, typer.Argument(help="the file to write; must not exist")],
+    config_path: ConfigOption = DEFAULT_CONFIG,
+) -> None:
+    """Copy the ledger while the daemon writes (SQLite: its online backup; PostgreSQL: pg_dump)."""
+    from scavenger.ledger import backup
+
+    backup.backup(config.read_daemon(config_path).ledger_url, target)
+    print(f"wrote {target} ({target.stat().st_size:,} bytes)")
+
+
+@app.command("restore")
+def restore_command(
+    source: Annotated[Path | None, typer.Argument(help="what `backup` wrote; without it the ledger was put back by other means")] = None,
+    force: Annotated[bool, typer.Option("--force", help="although a daemon owns the ledger: it is fenced")] = False,
+    config_path: ConfigOption = DEFAULT_CONFIG,
+) -> None:
+    """Put a backup in the ledger's place, and begin another history: everybody who knows the replaced one is fenced."""
+    from scavenger import ownership
+
+    settings = config.read_daemon(config_path)
+    generation = ownership.restore_ledger(settings, source, force=force)
+    print(f"the ledger begins another history after generation {generation}; next: scavenger daemon --config {config_path}")

@@ -44,6 +44,7 @@ class Rendezvous(msgspec.Struct, frozen=True):
     generation: int
     pid: int
     host: str
+    uid: str = ""  # of the generation: a number may be used again after an older ledger was restored
 
 
 def generate(run: str = "", intent: str = "") -> KeyPair:

@@ -123,7 +123,7 @@ def big(nbytes: int) -> bytes:
         (b"", "not a message of protocol", False),
         (msgspec.msgpack.encode({"type": "NoSuchMessage"}), "not a message of protocol", False),
         (big(wire.MAX_HELLO_BYTES), "over the limit of 65,536", True),
-        (wire.encode(hello("s", protocol=0)), "protocol 0: this daemon speaks 1 to 1", False),
+        (wire.encode(hello("s", protocol=0)), "protocol 0: this daemon speaks 1 to 2", False),
         (wire.encode(hello("s", job_id=2**63)), "values that cannot be", False),
     ],
     ids=["garbage", "empty", "unknown", "oversized", "old", "overflow"],
