@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import blake3
 import structlog
 
 from scavenger import __version__, keys, ownership
@@ -44,11 +43,6 @@ class Clock:
 
     def __call__(self) -> float:
         return time.monotonic() + self._offset
-
-
-def ledger_uid(server_public_key: str) -> str:
-    """Eight hex digits that tell our jobs from another daemon's."""
-    return blake3.blake3(server_public_key.encode()).hexdigest()[:8]
 
 
 def limits_of(config: DaemonConfig) -> Limits:
@@ -86,7 +80,7 @@ class Daemon:
         try:
             snapshot = reader.read_snapshot(writer.engine)
             self._allow_owners()
-            harvester = self._harvester(server, ledger_uid(pair.public))
+            harvester = self._harvester(server, keys.site_uid(self.state_dir, pair.public))
             if harvester is not None:
                 harvester.restore(snapshot.jobs)
             port = server.bind(self.config.daemon.listen, self.config.daemon.port)
@@ -221,8 +215,8 @@ class Daemon:
         owners = keys.enrolled_owners(self.state_dir)
         for gone in set(getattr(self, "_owners", {})) - set(owners):
             self.keyring.revoke(gone)
-        for public in owners:
-            self.keyring.allow(public, Identity("owner", public))
+        for public, recorded in owners.items():
+            self.keyring.allow(public, Identity("owner", recorded))
         self._owners = owners
 
     def _announced(self) -> Announced:
@@ -248,8 +242,8 @@ class Daemon:
         if announced < mine:
             keys.write_rendezvous(self.state_dir, self._rendezvous)
         elif announced > mine:
-            why = f"generation {announced} has announced itself in {self.state_dir}; this daemon's generation {mine} is over"
-            self.failure = Fenced(why, "let only one daemon run on a state directory")
+            why = f"another daemon owns this ledger now, or has another: generation {announced} was announced in {self.state_dir}"
+            self.failure = Fenced(f"{why}; this daemon's is {mine}", "let only one daemon run on a ledger and a state directory")
             self.stop.set()
 
 

@@ -34,11 +34,20 @@ class LiveDaemon:
         keys.init_state(state_dir, "owner")
         self.url = f"sqlite:///{state_dir / 'ledger.sqlite3'}"
         self.keyring = KeyRing()
-        for public in keys.enrolled_owners(state_dir):
-            self.keyring.allow(public, Identity("owner", public))
+        self._owners: set[str] = set()
+        self.allow_owners()
         self._thread: threading.Thread | None = None
         self._port = 0
         self.error: BaseException | None = None
+
+    def allow_owners(self) -> None:
+        """As the daemon does every few seconds."""
+        owners = keys.enrolled_owners(self.state_dir)
+        for gone in self._owners - set(owners):
+            self.keyring.revoke(gone)
+        for public, recorded in owners.items():
+            self.keyring.allow(public, Identity("owner", recorded))
+        self._owners = set(owners)
 
     def __enter__(self) -> LiveDaemon:
         self.start()
@@ -83,7 +92,7 @@ class LiveDaemon:
         async def history(run_id: int, after: int) -> tuple[GroupState, ...]:
             return await asyncio.to_thread(reader.replay_groups, writer.engine, run_id, after)
 
-        router = Router(LIMITS, writer.generation)
+        router = Router(LIMITS, writer.generation, writer.granted.timeline, writer.granted.restored)
         pair = keys.read_keypair(keys.server_key_path(self.state_dir))
         self.server = Server(router, writer, self.keyring, pair, time.time, history)
         try:
