@@ -48,7 +48,9 @@ def hello(core: Core, conn: int, identity: Identity, hello: WorkerHello) -> None
     if refusal is not None:
         if not refusal.retry:
             core.event("hello_refused", 0, hello.run, refusal.reason, node=hello.node, job_id=hello.job_id)
-        core.send(conn, refusal)
+        # Refused, its job would fail: counted against its node. A worker of another release is asked to leave instead.
+        drained = hello.kind == "harvested" and not _speaks(hello)
+        core.send(conn, Drain(f"{refusal.reason}; {refusal.remedy}") if drained else refusal)
         return
     run = core.runs[hello.run]
     same = (hello.session, identity.intent_id, hello.kind)
@@ -126,8 +128,12 @@ def _repeat_orders(core: Core, worker: Worker) -> None:
         core.send_durable(worker.conn, Sleep())
 
 
+def _speaks(hello: WorkerHello) -> bool:
+    return OLDEST_PROTOCOL <= hello.protocol <= PROTOCOL
+
+
 def _hello_fault(core: Core, identity: Identity, hello: WorkerHello) -> Rejected | None:
-    if not OLDEST_PROTOCOL <= hello.protocol <= PROTOCOL:
+    if not _speaks(hello):
         return Rejected(
             f"protocol {hello.protocol}: this daemon speaks {OLDEST_PROTOCOL} to {PROTOCOL}", "run workers and daemon of one release"
         )

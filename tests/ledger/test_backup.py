@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import sqlite3
 import stat
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -13,7 +16,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from scavenger import keys, ownership
+from scavenger import daemon, keys, ownership
 from scavenger.config import DaemonConfig
 from scavenger.errors import Fenced, LedgerError
 from scavenger.ledger import backup, reader, store, transaction
@@ -213,14 +216,14 @@ def test_a_restore_names_the_daemon_that_is_in_the_way(tmp_path: Path) -> None:
     backup.backup(config.ledger_url, tmp_path / "copy")
     keys.write_rendezvous(tmp_path / "state", keys.Rendezvous("tcp://h:1", "k", 30, 1, "h", "u"))
     here = ownership.Holder(socket.gethostname(), os.getpid(), 1_700_000_000.0)
-    daemon = ownership.Ownership(tmp_path / "state", here)
-    assert daemon.holder is None
+    first = ownership.Ownership(tmp_path / "state", here)
+    assert first.holder is None
     second = ownership.Ownership(tmp_path / "state", ownership.Holder("elsewhere", 1, 0.0))
     assert second.holder == here
     with pytest.raises(LedgerError, match=rf"pid {os.getpid()} on host \S+, there since 2023-11-14 22:13:20 UTC(.|\n)*--force"):
         ownership.restore_ledger(config, tmp_path / "copy", force=False)
     assert ownership.restore_ledger(config, tmp_path / "copy", force=True) == 31
-    daemon.close()
+    first.close()
     assert second.claim(), "whoever took over holds the lock when the first is gone"
     second.close()
     assert ownership.present_holder(tmp_path / "state") is None
@@ -250,3 +253,36 @@ def test_the_oldest_release_s_rows_are_one_history(url: str) -> None:
     store.upgrade(url)
     upgraded = generation_of(url, Announced(3))
     assert (upgraded, upgraded.timeline, upgraded.restored, upgraded.began) == (4, "", False, "")
+
+
+HOLD = """
+import sqlite3, sys, time
+from pathlib import Path
+from scavenger import ownership
+import os, socket
+mine = ownership.Ownership(Path(sys.argv[1]), ownership.Holder(socket.gethostname(), os.getpid(), 1_700_000_000.0))
+ledger = sqlite3.connect(Path(sys.argv[1]) / "ledger.sqlite3", isolation_level=None)
+ledger.execute("BEGIN IMMEDIATE")
+print("holds", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_daemon_that_finds_the_ledger_locked_by_a_stopped_one_names_it_and_how_to_end_it(tmp_path: Path) -> None:
+    config = config_of(tmp_path / "state")
+    store.upgrade(config.ledger_url)
+    keys.init_state(tmp_path / "state", "owner")
+    argv = [sys.executable, "-c", HOLD, str(tmp_path / "state")]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == b"holds\n"
+            holder.send_signal(signal.SIGSTOP)
+            os.waitpid(holder.pid, os.WUNTRACED)
+            with pytest.raises(LedgerError) as refused:
+                daemon.run(config, None)
+        finally:
+            holder.kill()
+    assert f"held by the daemon with pid {holder.pid} on host {socket.gethostname()}, there since 2023-11-14" in refused.value.cause
+    assert "which is stopped (SIGSTOP)" in refused.value.cause
+    assert f"`kill -KILL {holder.pid}`" in refused.value.remedy
