@@ -73,6 +73,7 @@ def _copy_sqlite(source: Path, target: Path) -> None:
         reading.execute("SELECT count(*) FROM generations").fetchone()
         reading.backup(writing, pages=PAGES, progress=_unhurried(deadline), sleep=PAUSE_S)
         reading.execute("COMMIT")
+        writing.execute("PRAGMA journal_mode=DELETE")  # one file without a log beside it, readable where nothing may be written
         _proved_whole(writing, target)
     except sqlite3.Error as error:
         raise LedgerError(f"the ledger {source} cannot be copied: {error}", "is it a ledger, and have both disks room?") from error

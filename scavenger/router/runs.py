@@ -150,7 +150,7 @@ def _open(core: Core, conn: int, identity: Identity, call: Call, body: OpenRun, 
             run.id, run.attempt, body.host, body.job_id, body.resume_step, body.config, msgspec.json.encode(body.engine).decode(), core.now
         )
     )
-    if run.last_step > body.resume_step:
+    if run.last_step != body.resume_step:  # behind it where the ledger never had the run: it begins at its checkpoint's step
         core.record(rec.StepsRewound(run.id, run.attempt, body.resume_step, core.now))
     run.last_step = body.resume_step
     core.read_history(run)

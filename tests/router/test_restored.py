@@ -126,3 +126,15 @@ def test_a_step_that_the_other_history_took_is_taken_again_under_the_same_number
         bench.chunk(30, lease, 0, 8, "length")
     assert isinstance(bench.commit_step(1, [1, 2], 2), Ok)
     assert bench.ledger.consumed == {1: 1, 2: 1}
+
+
+def test_a_run_that_a_ledger_never_had_begins_at_its_checkpoint_s_step_also_after_a_restart() -> None:
+    """The ledger was lost, or a person goes on under another run.name."""
+    bench = Bench()
+    bench.open(5)
+    bench.restart()
+    assert bench.router.core.runs["r"].last_step == 5
+    bench.open(5)
+    assert bench.router.core.runs["r"].attempt == 2
+    bench.publish(1, step=5)
+    assert not isinstance(bench.submit(step=6), Denied)
