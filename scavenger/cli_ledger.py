@@ -118,3 +118,29 @@ def _told(found: Contents) -> str:
         f"{found.tokens:,} tokens of {found.samples:,} samples in {found.chunks:,} chunks, and {found.groups:,} prompts: "
         f"{found.nbytes:,} bytes"
     )
+
+
+@app.command("backup")
+def backup_command(
+    target: Annotated[Path, typer.Argument(help="the file to write; must not exist")],
+    config_path: ConfigOption = DEFAULT_CONFIG,
+) -> None:
+    """Copy the ledger while the daemon writes (SQLite: its online backup; PostgreSQL: pg_dump)."""
+    from scavenger.ledger import backup
+
+    backup.backup(config.read_daemon(config_path).ledger_url, target)
+    print(f"wrote {target} ({target.stat().st_size:,} bytes)")
+
+
+@app.command("restore")
+def restore_command(
+    source: Annotated[Path | None, typer.Argument(help="what `backup` wrote; without it the ledger was put back by other means")] = None,
+    force: Annotated[bool, typer.Option("--force", help="although a daemon owns the ledger: it is fenced")] = False,
+    config_path: ConfigOption = DEFAULT_CONFIG,
+) -> None:
+    """Put a backup in the ledger's place, and begin another history: everybody who knows the replaced one is fenced."""
+    from scavenger import ownership
+
+    settings = config.read_daemon(config_path)
+    generation = ownership.restore_ledger(settings, source, force=force)
+    print(f"the ledger begins another history after generation {generation}; next: scavenger daemon --config {config_path}")

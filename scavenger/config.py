@@ -168,6 +168,7 @@ class EngineSection(Section):
 
 class RewardSection(Section):
     function: str = "trainer.tasks.sort:reward"  # "module:function"
+    version: Annotated[str, Field(max_length=256)] = ""  # recorded with each reward; empty = the name and a hash of the module's file
     timeout_s: Seconds = 10.0
     retries: NonNegative = 2
     on_reward_error: Literal["stop", "mask"] = "stop"

@@ -292,6 +292,7 @@ def _sample(row: Mapping[str, Any], payload: Payload, lease: Mapping[str, Any] |
         ended_step=row["ended_step"],
         ended_attempt=row["ended_attempt"],
         reason=row["reason"],
+        reward_version=row["reward_version"],
     )
 
 

@@ -176,6 +176,7 @@ class SampleEnded(Record, frozen=True):
     reward: float | None
     advantage: float | None
     at: float
+    reward_version: str = ""  # of the function that gave the reward
 
 
 class SampleReopened(Record, frozen=True):
@@ -361,6 +362,7 @@ class SampleState(msgspec.Struct, frozen=True):
     ended_step: int = 0
     ended_attempt: int = 0
     reason: str = ""  # why it ended
+    reward_version: str = ""
 
 
 class GroupState(msgspec.Struct, frozen=True):

@@ -38,6 +38,11 @@ def _text(name: str, **options: Any) -> Column[str]:
     return Column(name, Text, nullable=False, **options)
 
 
+def _later_text(name: str) -> Column[str]:
+    """A column that a later revision added: rows of before have ""."""
+    return Column(name, Text, nullable=False, server_default=sa.text("''"))
+
+
 def _time(name: str) -> Column[float]:
     return Column(name, Double, nullable=False)
 
@@ -65,6 +70,8 @@ generations = Table(
     _time("committed_at"),
     _int("batch"),
     _maybe_time("superseded_at"),
+    _later_text("uid"),  # random: numbers are used again after an older ledger was restored, this is not
+    _later_text("timeline"),  # the ledger's history: the same in all generations, until an older ledger is restored
 )
 
 # ---------------------------------------------------------------- runs
@@ -195,6 +202,7 @@ samples = Table(
     _maybe_time("ended_at"),
     # null: its chunks are as they came; else what retention made of them: compacted | dropped | purged
     Column("contents", Text, nullable=True),
+    _later_text("reward_version"),  # of the function that gave the reward; "" = none gave one, or before it was noted
     Index("ix_samples_group", "group_id"),
     # Finds the few that are in flight, or that a replay may need, among millions that are final.
     Index("ix_samples_state", "state", "run_id", "ended_step"),
@@ -213,6 +221,7 @@ sample_ends = Table(
     Column("reward", Double, nullable=True),
     Column("advantage", Double, nullable=True),
     _time("at"),
+    _later_text("reward_version"),
     Index("ix_sample_ends_sample", "sample_id"),
 )
 

@@ -46,8 +46,8 @@ class Demand:
 class Router:
     """Feed it events in any order; perform the actions it returns, in order."""
 
-    def __init__(self, limits: Limits, generation: int) -> None:
-        self.core = Core(limits, generation)
+    def __init__(self, limits: Limits, generation: int, ledger: str = "", restored: bool = False) -> None:
+        self.core = Core(limits, generation, ledger, restored)
 
     def handle(self, event: RouterEvent, now: float) -> list[RouterAction]:
         core = self.core

@@ -227,7 +227,7 @@ def abandon(core: Core, sample: Sample, state: str, reason: str) -> None:
     sample.group.run.queue.discard(sample)
     sample.step("abandon")
     attempt = sample.group.run.attempt if state == "poisoned" else 0  # it stops this attempt, and none after it
-    core.record(rec.SampleEnded(sample.id, state, reason, 0, attempt, sample.reward, None, core.now))
+    core.record(rec.SampleEnded(sample.id, state, reason, 0, attempt, sample.reward, None, core.now, sample.reward_version))
 
 
 def supersede(core: Core, group: Group, reason: str) -> None:
@@ -236,7 +236,7 @@ def supersede(core: Core, group: Group, reason: str) -> None:
         if sample.status is not SampleStatus.ENDED:
             abandon(core, sample, "superseded", reason)
         elif sample.error is None:
-            core.record(rec.SampleEnded(sample.id, "superseded", reason, 0, 0, sample.reward, None, core.now))
+            core.record(rec.SampleEnded(sample.id, "superseded", reason, 0, 0, sample.reward, None, core.now, sample.reward_version))
     group.run.takes[group.key] = group.take + 1
     forget(core, group)
 
@@ -277,7 +277,7 @@ def deliver_if_done(core: Core, group: Group) -> None:
     core.record(rec.GroupDelivered(group.id, run.attempt, core.now))
     samples = tuple(
         DoneSample(
-            s.id, s.index, bytes(s.tokens), bytes(s.logprobs), bytes(s.raw_logprobs), s.finish, s.moves, s.reward, s.error
+            s.id, s.index, bytes(s.tokens), bytes(s.logprobs), bytes(s.raw_logprobs), s.finish, s.moves, s.reward, s.error, s.reward_version
         )
         for s in group.samples
     )  # fmt: skip

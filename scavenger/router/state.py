@@ -79,6 +79,7 @@ class Sample:
     finish: str = ""
     moves: int = 0
     reward: float | None = None
+    reward_version: str = ""
     error: str | None = None
     failures: int = 0
     failed_nodes: set[str] = field(default_factory=set)
@@ -239,9 +240,11 @@ class Limits:
 class Core:
     """The tables and the effects under way. One per daemon."""
 
-    def __init__(self, limits: Limits, generation: int) -> None:
+    def __init__(self, limits: Limits, generation: int, ledger: str = "", restored: bool = False) -> None:
         self.limits = limits
-        self.generation = generation
+        self.generation = int(generation)
+        self.ledger = ledger  # the history that this ledger is in; a restored backup begins another
+        self.restored = restored  # it did begin with a backup: then a peer that names none may be of the other one
         self.runs: dict[str, Run] = {}
         self.groups: dict[int, Group] = {}
         self.samples: dict[int, Sample] = {}
@@ -264,6 +267,10 @@ class Core:
         self._waiting: list[RouterAction] = []
 
     # ---- effects of the event being handled
+
+    def foreign(self, ledger: str) -> bool:
+        """Whether a peer's leases, weights or attempt are of another history of the ledger. Protocol 1 names none."""
+        return ledger != self.ledger and (bool(ledger) or self.restored)
 
     def record(self, *records: rec.Record) -> None:
         self._records.extend(records)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from alembic import op
 
 revision = "0005"
-down_revision = "0003"
+down_revision = "0004"
 branch_labels = None
 depends_on = None
 
@@ -21,7 +21,7 @@ _DAY = "(CAST(at AS bigint) - CASE WHEN CAST(at AS bigint) > at THEN 1 ELSE 0 EN
 # View: (columns, table). What is left out: tokens, logprobs, prompts, a prompt's metadata, a run's configuration and engine (which
 # may hold a system prompt and paths), manifests, and names of sessions and keys that no report needs.
 VIEWS: dict[str, tuple[str, str]] = {
-    "v_generations": ("generation, host, pid, code_version, started_at, committed_at, batch, superseded_at", "generations"),
+    "v_generations": ("generation, timeline, host, pid, code_version, started_at, committed_at, batch, superseded_at", "generations"),
     "v_runs": (
         "run_id, name, owner_key, COALESCE((SELECT e.reason FROM events e WHERE e.kind = 'owner_enrolled' AND e.subject = owner_key"
         " ORDER BY e.id DESC LIMIT 1), owner_key) AS owner,"
@@ -40,10 +40,10 @@ VIEWS: dict[str, tuple[str, str]] = {
     ),
     "v_samples": (
         f"sample_id, group_id, run_id, sample_index, state, {_REASON}, finish, accepted_len, epoch, moves, worker_id, regenerated,"
-        " reward, advantage, ended_step, ended_attempt, finished_at, ended_at, contents",
+        " reward, advantage, ended_step, ended_attempt, finished_at, ended_at, contents, reward_version",
         "samples",
     ),
-    "v_sample_ends": (f"id, sample_id, state, {_REASON}, step, attempt, reward, advantage, at", "sample_ends"),
+    "v_sample_ends": (f"id, sample_id, state, {_REASON}, step, attempt, reward, advantage, reward_version, at", "sample_ends"),
     "v_leases": (
         "sample_id, epoch, worker_id, version, start_len, end_len, regenerated, reason, granted_at, ended_at", "leases",
     ),
