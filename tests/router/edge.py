@@ -8,6 +8,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -19,6 +20,7 @@ from scavenger.ledger.records import GroupState
 from scavenger.ledger.writer import Writer
 from scavenger.router.events import Identity
 from scavenger.router.machine import Router
+from scavenger.router.payloads import Payload, PayloadStore
 from scavenger.router.server import KeyRing, Server
 from scavenger.router.state import Limits
 from tests.router.harness import payload
@@ -29,8 +31,9 @@ LIMITS = Limits(heartbeat_s=0.3, suspect_s=2.0, dead_s=6.0, reconnect_s=6.0)
 class LiveDaemon:
     """The router's server and the ledger's writer on a loop in a thread of their own. `kill` drops what is not committed."""
 
-    def __init__(self, state_dir: Path) -> None:
+    def __init__(self, state_dir: Path, payload_bytes: int = 2**20) -> None:
         self.state_dir = state_dir
+        self.payload_bytes = payload_bytes
         keys.init_state(state_dir, "owner")
         self.url = f"sqlite:///{state_dir / 'ledger.sqlite3'}"
         self.keyring = KeyRing()
@@ -80,12 +83,16 @@ class LiveDaemon:
         self.writer = writer = Writer(self.url, "host", os.getpid(), "test", time.time, on_commit=committed)
         writer.start()
 
+        async def payloads(sample_ids: Sequence[int]) -> dict[int, Payload]:
+            return await asyncio.to_thread(reader.read_payloads, writer.engine, sample_ids)
+
         async def history(run_id: int, after: int) -> tuple[GroupState, ...]:
             return await asyncio.to_thread(reader.replay_groups, writer.engine, run_id, after)
 
-        router = Router(LIMITS, writer.generation)
+        payload_store = PayloadStore(self.payload_bytes)
+        router = Router(LIMITS, writer.generation, payload_store)
         pair = keys.read_keypair(keys.server_key_path(self.state_dir))
-        self.server = Server(router, writer, self.keyring, pair, time.time, history)
+        self.server = Server(router, writer, self.keyring, pair, time.time, history, payload_store, payloads)
         try:
             snapshot = reader.read_snapshot(writer.engine)
             port = self._port = self.server.bind("127.0.0.1", self._port)
