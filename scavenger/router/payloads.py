@@ -21,8 +21,9 @@ import msgspec
 from scavenger.wire import Assign, Chunk, GroupDone
 
 Payload = tuple[bytes, bytes, bytes]  # tokens, logprobs, raw_logprobs, packed; 4 bytes a token each
-#: Bytes of a sample that is kept, besides its tokens: measured, see `benchmarks/router_memory.py`.
-FLAT_BYTES = 640
+#: Bytes of a sample that is kept, besides its tokens: measured, see `benchmarks/router_memory.py`. Python lets its arrays grow by an
+#: eighth more than they hold, which is not counted.
+FLAT_BYTES = 704
 
 
 class ColdPayload(Exception):
