@@ -14,6 +14,9 @@ def check(core: Core) -> None:
         _check_worker(core, worker)
     for run in core.runs.values():
         _check_run(core, run)
+    for group in core.groups.values():
+        open_ones = sum(not s.done for s in group.samples)
+        assert group.unfinished == open_ones, f"group {group.id}: {group.unfinished} counted as not done, {open_ones} are"
 
 
 def _check_sample(core: Core, sample: Sample) -> None:

@@ -101,9 +101,9 @@ def adopt_state(core: Core, run: Run, state: rec.GroupState) -> Group:
             row.sample_id, group, row.index, epoch=row.epoch, finish=row.finish, moves=row.moves, reward=row.reward,
             accepted=row.length, durable=row.length, reported=row.length,
         )  # fmt: skip
-        group.samples.append(sample)
         core.samples[sample.id] = sample
         _restore_status(core, run, sample, row)
+        group.add(sample)
     core.groups[group.id] = group
     run.by_key[group.key] = group
     return group

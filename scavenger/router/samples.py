@@ -210,7 +210,7 @@ def poison(core: Core, sample: Sample, reason: str) -> None:
     run = sample.group.run
     cause = f"sample {sample.id} failed {sample.failures} times on {len(sample.failed_nodes)} node(s), last: {reason}"
     abandon(core, sample, "poisoned", cause)
-    sample.error = cause
+    sample.give_up(cause)
     core.event("sample_poisoned", run.id, f"sample {sample.id}", cause)
     if run.on_poison == "stop":
         if run.stopped:

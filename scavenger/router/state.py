@@ -89,8 +89,16 @@ class Sample:
         target = TRANSITIONS.get((self.status, step))
         if target is None:
             raise IllegalTransition(f"sample {self.id} is {self.status} and cannot {step}")
+        before = self.done
         self.status = target
+        self.group.unfinished += before - self.done
         self.group.run.dirty = True
+
+    def give_up(self, cause: str) -> None:
+        """It ended without an answer: nothing more will be generated, and its group goes on without it."""
+        before = self.done
+        self.error = cause
+        self.group.unfinished += before - self.done
 
     @property
     def key(self) -> SampleKey:
@@ -104,7 +112,10 @@ class Sample:
 
 @dataclass(slots=True)
 class Group:
-    """`delivered_to`: the attempt that was sent the group, 0 = none. `orphaned`: left by an older attempt, not yet adopted."""
+    """`delivered_to`: the attempt that was sent the group, 0 = none. `orphaned`: left by an older attempt, not yet adopted.
+
+    `unfinished` counts the samples that are not done: nobody who asks has to look at them all.
+    """
 
     id: int
     run: Run
@@ -120,6 +131,11 @@ class Group:
     samples: list[Sample] = field(default_factory=list)
     delivered_to: int = 0
     orphaned: bool = False
+    unfinished: int = 0
+
+    def add(self, sample: Sample) -> None:
+        self.samples.append(sample)
+        self.unfinished += not sample.done
 
     @property
     def key(self) -> tuple[str, int, int]:
@@ -127,7 +143,7 @@ class Group:
 
     @property
     def done(self) -> bool:
-        return all(s.done for s in self.samples)
+        return not self.unfinished
 
     @property
     def durable(self) -> bool:

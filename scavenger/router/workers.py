@@ -403,6 +403,8 @@ def watch(core: Core, worker: Worker) -> None:
 
 def _stalled(core: Core, worker: Worker) -> bool:
     """Whether its engine hangs: the process answers, and nothing that it was given has moved for `stalled_s`."""
+    if core.now - worker.moved_at <= core.limits.stalled_s:
+        return False  # the usual case: nobody looks at each sample of a fleet four times a second
     given = [s.assigned_at for s in worker.leases.values() if s.assigned_at is not None]
     if not given or worker.suspect:
         return False
