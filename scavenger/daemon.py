@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from scavenger.ledger.transaction import Announced, Generation
 from scavenger.ledger.writer import Writer, WriterState
 from scavenger.router.events import Identity
 from scavenger.router.machine import Router
+from scavenger.router.payloads import Payload, PayloadStore
 from scavenger.router.server import KeyRing, Server
 from scavenger.router.state import Limits
 
@@ -76,8 +78,9 @@ class Daemon:
         pair = keys.read_keypair(keys.server_key_path(self.state_dir))
         writer = self._take_ledger(loop)
         generation, self._engine = writer.granted, writer.engine
-        router = Router(limits_of(self.config), generation, generation.timeline, generation.restored)
-        self.server = server = Server(router, writer, self.keyring, pair, self.clock, self._history)
+        payloads = PayloadStore(self.config.daemon.payload_memory_mb * 2**20)
+        router = Router(limits_of(self.config), generation, payloads, generation.timeline, generation.restored)
+        self.server = server = Server(router, writer, self.keyring, pair, self.clock, self._history, payloads, self._payloads)
         try:
             snapshot = reader.read_snapshot(writer.engine)
             self._allow_owners()
@@ -196,6 +199,9 @@ class Daemon:
         # Behind the record that grants the attempt: from then on neither retention nor a purge takes what is about to be read.
         await self.server.commit([])
         return await asyncio.to_thread(reader.replay_groups, self._engine, run_id, after_step)
+
+    async def _payloads(self, sample_ids: Sequence[int]) -> dict[int, Payload]:
+        return await asyncio.to_thread(reader.read_payloads, self._engine, sample_ids)
 
     def _tell_history(self, server: Server, generation: Generation) -> None:
         """That the ledger is an older one is no secret: it is logged, and its own events say it."""

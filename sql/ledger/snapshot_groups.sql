@@ -1,7 +1,7 @@
--- The groups of a run's groups that may still be delivered: open, complete, ended by a step after
--- final_step, or poisoned in a step that was not taken. One whose tokens were dropped (only an attempt that starts before
--- the oldest kept checkpoint asks for it) comes without its prompt, as a purged one is: it equals none that a trainer submits, and
--- is generated again.
+-- The groups of a run that may still be delivered: open, complete, ended by a step after final_step, or poisoned in a step that was
+-- not taken. Columns: the version that it is wanted under, then records.GroupCreated's fields. `wanted` is that of snapshot_samples.
+-- One whose tokens were dropped (only an attempt that starts before the oldest kept checkpoint asks for it) comes without its
+-- prompt, as a purged one is: it equals none that a trainer submits, and is generated again.
 WITH wanted AS (
     SELECT group_id FROM samples WHERE run_id = :run_id AND state IN ('open', 'complete')
     UNION

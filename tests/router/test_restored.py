@@ -18,7 +18,7 @@ def restore(bench: Bench, ledger: object, timeline: str = "after") -> None:
     bench.ledger = ledger  # type: ignore[assignment]
     bench.generation += 1
     bench.writes, bench.reads, bench.mail = [], [], {}
-    bench.router = Router(bench.limits, bench.generation, timeline, restored=True)
+    bench.router = Router(bench.limits, bench.generation, bench.store, timeline, restored=True)
     bench.perform(bench.router.restore(bench.ledger.snapshot(), bench.now))
 
 
