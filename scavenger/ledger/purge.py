@@ -134,7 +134,8 @@ def _portion(connection: sa.Connection, run_id: int, name: str, after: int) -> i
         .values(tokens=b"", logprobs=b"", raw_logprobs=b"")
     )  # fmt: skip
     connection.execute(sa.update(samples).where(samples.c.group_id.in_(found)).values(contents="purged"))
-    connection.execute(sa.update(groups).where(groups.c.group_id.in_(found)).values(prompt=b"", meta=""))
+    length = sa.func.coalesce(groups.c.purged_prompt_tokens, sa.func.length(groups.c.prompt, type_=sa.Integer) // 4)
+    connection.execute(sa.update(groups).where(groups.c.group_id.in_(found)).values(prompt=b"", meta="", purged_prompt_tokens=length))
     return int(found[-1])
 
 

@@ -176,6 +176,7 @@ groups = Table(
     _time("created_at"),
     _int("delivered_attempt"),  # 0 = never delivered
     _maybe_time("delivered_at"),
+    Column("purged_prompt_tokens", Int, nullable=True),  # the prompt's length, once a purge emptied it
     Index("ix_groups_run", "run_id", "purpose", "step"),
 )
 

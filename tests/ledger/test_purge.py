@@ -53,6 +53,7 @@ def test_a_purge_takes_every_token_and_prompt_and_no_report_answers_otherwise(ur
     assert check(url) == []
     assert fetch(url, "SELECT purged_at FROM runs ORDER BY run_id") == [(T0 + 1000,), (None,)]
     assert purge.purge(url, "sorting").tokens == 0, "again, and there is nothing left"
+    assert fetch(url, "SELECT DISTINCT run_id, purged_prompt_tokens FROM groups ORDER BY 1") == [(1, 3), (2, None)]
 
 
 def test_what_retention_made_is_purged_as_well(url: str) -> None:
