@@ -12,8 +12,8 @@ uses AS (
 ),
 life (sample_id, at, rank, what, who, detail) AS (
     SELECT s.sample_id, g.created_at, 0, 'prompt submitted', r.name,
-           g.purpose || ' step ' || CAST(g.step AS text) || ', prompt ' || CAST(g.prompt_index AS text) || ' of '
-           || CAST(g.prompt_tokens AS text) || ' tokens, take ' || CAST(g.take AS text) || ', sample ' || CAST(s.sample_index AS text)
+           g.purpose || ' step ' || CAST(g.step AS text) || ', prompt ' || CAST(g.prompt_index AS text)
+           || ', take ' || CAST(g.take AS text) || ', sample ' || CAST(s.sample_index AS text)
            || ' of ' || CAST(g.n AS text) || ' in group ' || CAST(g.group_id AS text) || ', version ' || CAST(g.created_version AS text)
     FROM v_samples s JOIN chosen c ON c.sample_id = s.sample_id JOIN v_groups g ON g.group_id = s.group_id JOIN v_runs r ON r.run_id = s.run_id
     UNION ALL

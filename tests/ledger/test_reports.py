@@ -123,7 +123,7 @@ def test_the_life_of_a_sample_is_told_in_order(url: str) -> None:
     ]  # fmt: skip
     detail = {row["what"]: (row["who"], row["detail"]) for row in reversed(life)}  # the first of each
     assert detail["prompt submitted"] == (
-        "sorting", "train step 1, prompt 0 of 3 tokens, take 0, sample 0 of 2 in group 10, version 1"
+        "sorting", "train step 1, prompt 0, take 0, sample 0 of 2 in group 10, version 1"
     )  # fmt: skip
     assert detail["leased"] == ("harvested worker 1 on n3", "epoch 1 after 0 tokens, version 1, job 501")
     assert [(row["who"], row["detail"]) for row in life if row["what"] == "tokens accepted"] == [
