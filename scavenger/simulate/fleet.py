@@ -129,7 +129,7 @@ def from_deltas(
 
 
 def from_occupations(origin: str, jobs: Sequence[Occupation], capacity: Mapping[str, int], end_s: float) -> Fleet:
-    """The GPUs that the jobs leave. At one instant jobs that end make room before others start.
+    """The GPUs that the jobs leave. At one instant jobs that end make room before others start, and a node's change is the net of both.
 
     Raises `ConfigError` naming the job's line when a node would hold more than it has: clocks that differ, or jobs that never ended.
     """
@@ -146,18 +146,21 @@ def from_occupations(origin: str, jobs: Sequence[Occupation], capacity: Mapping[
     changes: list[tuple[float, str, int]] = []
     idle = dict(capacity)
     for t_s, group in _instants(events):
+        before: dict[str, int] = {}
         # within an instant: what ends first, then what starts
         for delta, line, node in sorted(group, key=lambda item: (item[0] < 0, item[1], item[2])):
+            before.setdefault(node, idle[node])
             idle[node] += delta
             if idle[node] < 0:
                 raise ConfigError(
                     f"line {line}: at {t_s:g} s node {node} would hold {capacity[node] - idle[node]} of its {capacity[node]} GPUs",
                     "clocks differ between hosts, or an earlier job never got its end (`sacctmgr show runawayjobs`)",
                 )
+        for node, count in sorted(before.items()):
             if t_s == 0:
                 initial[node] = idle[node]
             else:
-                changes.append((t_s, node, delta))
+                changes.append((t_s, node, idle[node] - count))
     return from_deltas(origin, end_s, capacity, initial, changes)
 
 

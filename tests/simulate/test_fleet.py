@@ -148,7 +148,8 @@ def test_jobs_that_hold_more_than_a_node_has_are_named() -> None:
 
 def test_a_job_may_start_the_second_another_ends() -> None:
     jobs = [Occupation(50.0, 100.0, (("a", 8),)), Occupation(0.0, 50.0, (("a", 8),)), Occupation(20.0, 20.0, (("a", 8),))]
-    assert [level for _, _, level in from_occupations("jobs", jobs, {"a": 8}, 100.0).levels()] == [0, 0]
+    fleet = from_occupations("jobs", jobs, {"a": 8}, 100.0)
+    assert (dict(fleet.initial), fleet.changes) == ({"a": 0}, ())  # nobody could have used that instant
 
 
 @settings(max_examples=60, deadline=None)

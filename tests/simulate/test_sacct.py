@@ -52,11 +52,24 @@ def test_the_fleet_is_what_the_jobs_leave_from_the_first_end_to_the_last_time() 
     # at 600: 102 holds 4 + 4; 103 takes 4 of gpu01 at 700 until 900, when 107 takes 3; 108 has 1 of gpu01 at 950
     assert dict(dump.fleet.initial) == {"gpu01": 4, "gpu02": 4, "gpu03": 4}
     assert [(change.t_s, change.node, change.delta) for change in dump.fleet.changes] == [
-        (100.0, "gpu01", -4), (300.0, "gpu01", 4), (300.0, "gpu01", -3), (350.0, "gpu01", -1),
+        (100.0, "gpu01", -4), (300.0, "gpu01", 1), (350.0, "gpu01", -1),
         (600.0, "gpu01", 4), (600.0, "gpu02", 4), (700.0, "gpu02", -4),
     ]  # fmt: skip
     assert any("1 jobs hold" in note for note in dump.notes)
     assert any("down" in note for note in dump.notes)
+
+
+def test_a_dump_of_a_real_slurm_with_a_preempted_requeued_job_is_read_whole() -> None:
+    # Slurm 22.05.8 with slurmdbd: COMMAND over jobs that completed, failed, were preempted and requeued, suspended, cancelled; an array; a
+    # job whose name held '|' and a newline
+    jobs = parse((DUMP.parent / "sacct_22.05.txt").read_text(encoding="utf-8").splitlines(keepends=True))
+    assert [job.state for job in jobs if job.job_id == "5"] == [JobState.PREEMPTED, JobState.RUNNING]
+    assert {job.state for job in jobs} >= {JobState.COMPLETED, JobState.FAILED, JobState.SUSPENDED, JobState.PENDING, JobState.CANCELLED}
+    dump = fleet_of(jobs, {f"node{index}": 4 for index in range(4)})
+    # node3: the preempted job until 14, who preempted it from that second to 17, the requeued job again from 20
+    assert [(change.t_s, change.delta) for change in dump.fleet.changes if change.node == "node3"] == [(17.0, 4), (20.0, -4)]
+    ours = fleet_of(jobs, {f"node{index}": 4 for index in range(4)}, ignore_partitions=["scavenge"])
+    assert [(change.t_s, change.delta) for change in ours.fleet.changes if change.node == "node3"] == [(14.0, -4), (17.0, 4)]
 
 
 def test_our_own_jobs_count_as_idle() -> None:
