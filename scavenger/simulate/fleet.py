@@ -139,7 +139,7 @@ def from_occupations(origin: str, jobs: Sequence[Occupation], capacity: Mapping[
         for node, count in job.gpus_by_node:
             if node not in capacity:
                 raise ConfigError(f"line {job.line}: node {node} is not among the nodes given", "give all nodes, from the same day")
-            if job.end_s > 0 and job.start_s < min(end_s, job.end_s):
+            if job.end_s > 0 and job.start_s < end_s:
                 heapq.heappush(events, (max(job.start_s, 0.0), -count, job.line, node))
                 if job.end_s < end_s:
                     heapq.heappush(events, (job.end_s, count, job.line, node))

@@ -138,6 +138,18 @@ def test_a_full_cache_preempts_and_recomputes_as_stepping_does(seed: int) -> Non
     assert [one[3] for one in ours] == pytest.approx([one[3] for one in exact], rel=1e-6)
 
 
+def test_a_newcomer_waits_until_there_is_room_to_spare() -> None:
+    batch = EngineBatch(with_capacity(1000))
+    batch.add([Request(1, 0, 100, 800, 850)], 0.0)
+    batch.advance(batch.next_time())
+    # 900 are held: 88 more leave the spare 1 % and a token for each, 89 do not
+    batch.add([Request(2, 1, 80, 9, 200)], batch._since)
+    assert (batch.running, batch.size, len(batch._joining)) == (1, 2, 0)
+    batch.remove(2, batch._since)
+    batch.add([Request(3, 1, 80, 8, 200)], batch._since)
+    assert [request.key for request in batch._joining] == [3]
+
+
 def test_every_token_is_counted_once_whatever_happens_on_the_way() -> None:
     draw = random.Random(5)
     spec = with_capacity(1200)
