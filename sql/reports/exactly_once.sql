@@ -77,9 +77,9 @@ FROM v_samples s
 WHERE s.contents = 'dropped' AND s.state IN ('open', 'complete')
 UNION ALL
 SELECT 'left behind by a purge of its run', s.run_id, s.sample_id, COALESCE(s.contents, 'tokens') || ' and a prompt of '
-       || CAST(g.prompt_tokens AS text) || ' tokens'
+       || CAST(g.prompt_bytes AS text) || ' bytes'
 FROM v_runs r
 JOIN v_groups g ON g.run_id = r.run_id AND g.created_at <= r.purged_at
 JOIN v_samples s ON s.group_id = g.group_id
-WHERE r.purged_at IS NOT NULL AND (COALESCE(s.contents, '') <> 'purged' OR g.prompt_tokens > 0)
+WHERE r.purged_at IS NOT NULL AND (COALESCE(s.contents, '') <> 'purged' OR g.prompt_bytes > 0)
 ORDER BY 1, 2, 3;

@@ -34,7 +34,9 @@ VIEWS: dict[str, tuple[str, str]] = {
     "v_steps": ("id, run_id, purpose, step, attempt, version, metrics, committed_at, rewound_by", "steps"),
     "v_checkpoints": ("id, run_id, step, version, root, path, recorded_at, rewound_by", "checkpoints"),
     "v_groups": (
-        "group_id, run_id, purpose, step, prompt_index, take, created_version, version, length(prompt) / 4 AS prompt_tokens, n,"
+        "group_id, run_id, purpose, step, prompt_index, take, created_version, version,"
+        " COALESCE(purged_prompt_tokens, length(prompt) / 4) AS prompt_tokens,"
+        " length(prompt) AS prompt_bytes, n,"
         " first_sample_id, sampling, created_at, delivered_attempt, delivered_at",
         "groups",
     ),
