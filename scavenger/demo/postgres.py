@@ -30,7 +30,7 @@ def programs() -> Path | None:
     """The folder of PostgreSQL's own programs (Debian keeps them off PATH); None where it is not installed."""
     debian = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda path: [int(n) for n in path.parts[4].split(".")])
     found = shutil.which("initdb") or (debian[-1] if debian else None)
-    return Path(found).parent if found else None
+    return Path(found).resolve().parent if found else None  # a link on PATH may have no neighbours
 
 
 class PrivatePostgres:
@@ -98,16 +98,21 @@ class PrivatePostgres:
         )  # fmt: skip
         log.close()
 
-    def tend(self) -> bool:
-        """Whether it takes connections now. One that could not start yet (the last one's backends still end) is started again."""
+    def tend(self) -> None:
+        """Start it again if it ended: after a kill the first tries may fail, while the last one's backends still end."""
         if self._server is None or self._server.poll() is not None:
             self.spawn()
-        ready = [str(self._programs / "pg_isready"), "-q", "-h", str(self._home), "-U", USER]
-        return subprocess.run(ready, check=False).returncode == 0
+
+    def ready(self) -> bool:
+        """Whether it takes connections now."""
+        asked = [str(self._programs / "pg_isready"), "-q", "-h", str(self._home), "-U", USER]
+        return subprocess.run(asked, check=False).returncode == 0
 
     def wait(self, deadline_s: float = START_S) -> None:
+        """Until it takes connections, starting it again if need be. Raises `LedgerError` with the end of its log."""
         end = time.monotonic() + deadline_s
-        while not self.tend():
+        while not self.ready():
+            self.tend()
             if time.monotonic() > end:
                 raise LedgerError(f"PostgreSQL is not ready after {deadline_s:g} s:\n{self.tail()}")
             time.sleep(0.1)  # between two looks; readiness is not told otherwise
