@@ -58,7 +58,7 @@ def observe(site: Site, run_toml: Path, postgres: PrivatePostgres | None) -> lis
         for pid in postgres.backends():
             add("backend", "backend", pid)
     if site.options.backend == "slurm":
-        add("slurmctld", "slurmctld", site.sandbox.ready.daemons["slurmctld"])
+        add("slurmctld", "slurmctld", site.sandbox.controller_pid)
     return found
 
 
