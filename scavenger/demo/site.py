@@ -156,6 +156,14 @@ class Site:
             return 0
 
     @property
+    def serving(self) -> bool:
+        """Whether the daemon that was started last has announced itself, and nobody after it."""
+        try:
+            return keys.read_rendezvous(self.state_dir).pid == self.daemon_pid
+        except ScavengerError:
+            return False
+
+    @property
     def daemon(self) -> subprocess.Popen[bytes]:
         """The process of the daemon that was started last."""
         if self._daemon is None:

@@ -172,6 +172,7 @@ class Chaos:
             if self._daemon_at == 0.0:
                 self._daemon_at = now + self._pause_after(self._daemon)
             if now >= self._daemon_at:
+                self.site.end_daemon(self._daemon)  # closes its pipe
                 self._daemon, self._daemon_at = self.site.spawn_daemon(), 0.0
         job = play.job(self.site, self._job)
         if job is not None and job.state in play.ENDED and not job.flags and job.state is not JobState.COMPLETED:
@@ -228,7 +229,7 @@ class Chaos:
         if fault.kind == "kill":
             return True
         if fault.kind == "stop" and process.part == "daemon":
-            return not any(isinstance(lasting, StoppedDaemon) for lasting in self._lasting)
+            return self.site.serving and not any(isinstance(lasting, StoppedDaemon) for lasting in self._lasting)
         if fault.kind == "hole" and any(isinstance(lasting, Hole) for lasting in self._lasting):
             return False
         # of the ranks only the first one talks to the daemon
