@@ -32,14 +32,15 @@ def undisturbed(work: Path, model: Path, steps: int) -> play.Result:
     code = hashlib.sha256()
     for path in sorted(p for part in ("trainer", "rollout", "tests/system") for p in (play.ROOT / part).rglob("*.py")):
         code.update(path.read_bytes())
-    cache = work / f"undisturbed-{steps}-{code.hexdigest()[:12]}.json"
+    cache = work / f"reference-{steps}-{code.hexdigest()[:12]}.json"
     if not cache.exists():
         say(f"the undisturbed run of {steps} steps, for comparison")
-        with Site(SiteOptions("local", work / "undisturbed", demo_layout(grace_s=1.0), observe_s=0.2)) as site:
+        here = work / f"undisturbed-{os.getpid()}"
+        with Site(SiteOptions("local", here, demo_layout(grace_s=1.0), observe_s=0.2)) as site:
             run = play.write_run(site, model, run={"harvest": False, "steps": steps}, engine={"max_batch": 16})
             play.finish(site, play.submit(site, run))
             result = play.result(site)
-        shutil.rmtree(work / "undisturbed")
+        shutil.rmtree(here)
         tokens = [[*key, data.hex()] for key, data in sorted(result.tokens.items())]
         cache.write_text(json.dumps({"tokens": tokens, "steps": [[step, *found] for step, found in sorted(result.steps.items())]}))
     known = json.loads(cache.read_text())
