@@ -37,7 +37,8 @@ class Process:
 class Planned:
     """A fault to come. `at`: share of the undisturbed run's tokens; then `delay_s` more. `pick` in [0, 1) chooses a process of the part.
 
-    `away_s`: how long what was killed, stopped or cut off stays so at least. `coin`: of a hole, whether what it held is delivered late.
+    `away_s`: how long what was killed, stopped or cut off stays so at least. `coin`: of a hole, whether what it held is delivered late;
+    of a stopped rank 0, whether the job is submitted again beside it.
     """
 
     number: int

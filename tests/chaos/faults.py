@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from scavenger.cluster.model import JobState
 from scavenger.demo.site import Site
 from scavenger.errors import Fenced
 from tests.chaos.choose import Process
@@ -100,6 +101,45 @@ class StoppedDaemon:
 
     def end(self) -> None:
         self.site.end_daemon(self.first)
+
+
+@dataclass
+class StoppedTrainer:
+    """A hung rank 0 beside the job that was submitted in its place: it wakes when the other has the run, and must end as outdated."""
+
+    site: Site
+    process: Process
+    job: int
+    since: float = field(default_factory=time.monotonic)
+    woken_at: float = 0.0
+    attempts: int = 0
+
+    def __post_init__(self) -> None:
+        self.attempts = self._attempts()
+        os.kill(self.process.pid, signal.SIGSTOP)
+
+    def _attempts(self) -> int:
+        rows = play.ask(self.site, "SELECT count(*) FROM attempts")
+        return int(rows[0][0]) if rows else 0
+
+    def over(self) -> bool:
+        """First the successor's attempt, then the end of the job. Raises AssertionError when it completes or goes on."""
+        now = time.monotonic()
+        if not self.woken_at:
+            if self._attempts() > self.attempts or now - self.since > 2 * PATIENCE_S or not is_there(self.process):
+                self.end()
+                self.woken_at = now
+            return False
+        seen = play.job(self.site, self.job)
+        ended = seen is not None and seen.state in play.ENDED and not seen.flags
+        assert ended or now - self.woken_at < 2 * FENCED_S, f"an outdated training job still runs after {2 * FENCED_S:g} s"
+        assert seen is None or seen.state is not JobState.COMPLETED, "an outdated training job completed"
+        return ended
+
+    def end(self) -> None:
+        with contextlib.suppress(ProcessLookupError):  # another fault killed it meanwhile
+            if is_there(self.process):
+                os.kill(self.process.pid, signal.SIGCONT)
 
 
 @dataclass

@@ -26,7 +26,7 @@ from scavenger.demo.site import Site, SiteOptions
 from scavenger.errors import ClusterError, ClusterUnavailable
 from tests.chaos.audit import Audit, audit
 from tests.chaos.choose import Planned, Process, plan, target
-from tests.chaos.faults import FullDisk, Hole, Lasting, Stopped, StoppedDaemon
+from tests.chaos.faults import FullDisk, Hole, Lasting, Stopped, StoppedDaemon, StoppedTrainer
 from tests.chaos.parts import is_there, observe
 from tests.chaos.proxy import HOST, Proxy
 from tests.chaos.watch import Watcher
@@ -36,7 +36,7 @@ LOOK_S = 0.05
 #: Silence is believed soon, so that a stopped engine's samples move within the run; many deaths are expected of every node.
 QUICK = {"heartbeat_s": 0.3, "suspect_s": 1.0, "dead_s": 2.5, "reconnect_s": 5.0}
 PATIENT = {"quarantine_after": 100_000, "backoff_s": 0.02}
-STUCK_S = 90.0
+STUCK_S = 150.0
 #: How long a fault waits for a process of its part; then it takes another part.
 MISSING_S = 10.0
 DISK_NBYTES = 96 << 20
@@ -232,6 +232,8 @@ class Chaos:
             return self.site.serving and not any(isinstance(lasting, StoppedDaemon) for lasting in self._lasting)
         if fault.kind == "hole" and any(isinstance(lasting, Hole) for lasting in self._lasting):
             return False
+        if process.part == "rank" and any(isinstance(lasting, StoppedTrainer) for lasting in self._lasting):
+            return False
         # of the ranks only the first one talks to the daemon
         return process.part == "engine" or (process.part == "rank" and (fault.kind == "stop" or process.name == "rank 0"))
 
@@ -247,6 +249,10 @@ class Chaos:
             self._expected.add(process.pid)
             self._lasting.append(StoppedDaemon(self.site, self._daemon))
             self._daemon = self.site.spawn_daemon()
+        elif fault.kind == "stop" and process.name == "rank 0" and fault.coin and self.options.backend == "local":
+            self._lasting.append(StoppedTrainer(self.site, process, self._job))
+            self._job = play.submit(self.site, self.run_toml)
+            self.say(f"{self._clock()} beside it the training job was submitted again as {self._job}")
         elif fault.kind == "stop":
             self._lasting.append(Stopped(self.site, process, fault.away_s))
         else:
