@@ -44,7 +44,10 @@ DISK_NBYTES = 96 << 20
 
 @dataclass(frozen=True)
 class Options:
-    """What a chaos run is asked for. `disk`: mount a small file system for the state directory (needs root)."""
+    """What a chaos run is asked for. The fault `disk` mounts a small file system for the state directory (needs root).
+
+    `local_parts`: those of them that run with any backend and database.
+    """
 
     dir: Path
     seed: int = 0
@@ -53,12 +56,13 @@ class Options:
     kinds: Collection[str] = ("kill",)
     backend: str = "local"
     database: str = "sqlite"
+    local_parts: Collection[str] = ("daemon", "engine", "rank", "launcher", "rewards")
     pace: float = 10.0
     deadline_s: float = 1200.0
 
     @property
     def parts(self) -> set[str]:
-        found = {"daemon", "engine", "rank", "launcher", "rewards"}
+        found = set(self.local_parts)
         if self.database == "postgres":
             found |= {"postgres", "backend"}
         return found | ({"slurmctld"} if self.backend == "slurm" else set())

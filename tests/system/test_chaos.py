@@ -29,21 +29,24 @@ def _play(options: Options, model: Path, undisturbed: play.Result) -> Chaos:
 def test_kills_of_daemon_engine_and_trainer_and_a_zombie_change_nothing(
     tmp_path: Path, small_model: Path, undisturbed: play.Result
 ) -> None:
-    options = Options(tmp_path, seed=1, kills=8, steps=3, kinds=("kill", "stop"), pace=15.0)
+    parts = ("daemon", "engine", "rank")
+    options = Options(tmp_path, seed=163, kills=8, steps=3, kinds=("kill", "stop"), local_parts=parts, pace=15.0)
     chaos = _play(options, small_model, undisturbed)
     for wrong, counted in PLANTED.items():
         _plant_and_find(wrong, counted, chaos, undisturbed.until(options.steps))
 
 
+_LAST = "(SELECT max(c.id) FROM chunks c JOIN samples s ON s.sample_id = c.sample_id WHERE s.state = 'consumed')"
 #: What could be wrong with a ledger, and the count that must tell.
 PLANTED = {
-    "UPDATE chunks SET tokens = zeroblob(length(tokens)) WHERE id = (SELECT max(id) FROM chunks)": "committed tokens lost",
-    "DELETE FROM chunks WHERE id = (SELECT max(id) FROM chunks)": "committed tokens lost",
+    f"UPDATE chunks SET tokens = x'7FFFFFFF' || substr(tokens, 5) WHERE id = {_LAST}": "committed tokens lost",
+    f"DELETE FROM chunks WHERE id = {_LAST}": "committed tokens lost",
     "INSERT INTO sample_ends (sample_id, state, reason, step, attempt, at) SELECT sample_id, state, reason, step, attempt, at "
     "FROM sample_ends WHERE state = 'consumed' ORDER BY id DESC LIMIT 1": "samples consumed twice",
-    "UPDATE samples SET state = 'masked' WHERE sample_id = (SELECT max(sample_id) FROM samples)": "prompts skipped",
-    "UPDATE chunks SET epoch = epoch - 1 WHERE id = (SELECT max(id) FROM chunks)": "stale chunks accepted",
-    "UPDATE steps SET metrics = json_set(metrics, '$.reward', 2) WHERE id = (SELECT max(id) FROM steps)":
+    "UPDATE samples SET state = 'masked' WHERE sample_id = (SELECT max(sample_id) FROM samples WHERE state = 'consumed')":
+        "prompts skipped",
+    f"UPDATE chunks SET epoch = epoch - 1 WHERE id = {_LAST}": "stale chunks accepted",
+    "UPDATE steps SET metrics = json_set(metrics, '$.reward', 2) WHERE id = (SELECT max(id) FROM steps WHERE purpose = 'train')":
         "steps with another reward or loss than undisturbed",
 }  # fmt: skip
 
