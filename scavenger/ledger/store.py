@@ -38,6 +38,9 @@ _PAGE_CACHE_KIB = 65_536
 _WAL_CHECKPOINT_PAGES = 4_000
 _READER_TIMEOUT_MS = 60_000
 _WRITER_LOCK_TIMEOUT_MS = 10_000
+#: A daemon that stands still in mid-transaction (stopped, a frozen host) holds its generation's row: PostgreSQL ends that transaction
+#: before the successor's wait for the row does. One that wakes tries the same transaction again, or finds itself fenced.
+_WRITER_IDLE_TIMEOUT_MS = 8_000
 #: A connection's option: how SQLite opens its transactions. Only the writer takes the write lock at once.
 BEGIN = "ledger_begin"
 
@@ -116,7 +119,8 @@ def open_engine(url: str) -> sa.Engine:
         path = Path(str(parsed.database))
         _prepare_file(path)
         return _sqlite_engine(f"file:{quote(str(path.absolute()))}?mode=rw", writes=True)
-    return _postgres_engine(parsed, f"-c synchronous_commit=on -c lock_timeout={_WRITER_LOCK_TIMEOUT_MS}")
+    limits = f"-c lock_timeout={_WRITER_LOCK_TIMEOUT_MS} -c idle_in_transaction_session_timeout={_WRITER_IDLE_TIMEOUT_MS}"
+    return _postgres_engine(parsed, f"-c synchronous_commit=on {limits}")
 
 
 def open_readonly(url: str) -> sa.Engine:

@@ -18,7 +18,7 @@ import sqlalchemy as sa
 
 from scavenger.errors import Fenced, LedgerError
 from scavenger.ledger import records as r
-from scavenger.ledger import transaction
+from scavenger.ledger import store, transaction
 from scavenger.ledger.faults import FINAL, TRANSITIONS, WriterState, classify
 from scavenger.ledger.reader import rows
 from scavenger.ledger.statements import KINDS
@@ -367,6 +367,27 @@ def test_a_lost_connection_is_made_again(postgres: sa.URL) -> None:
     assert subjects(url) == [0, 1]
 
 
+@pytest.mark.postgres
+def test_a_daemon_that_stands_still_in_mid_transaction_does_not_keep_its_successor_out(
+    postgres: sa.URL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "_WRITER_IDLE_TIMEOUT_MS", 300)
+    url = new_database(postgres)
+    upgrade(url)
+    still, successor = open_engine(url), open_engine(url)
+    first = transaction.grant_generation(still, "here", 1, "test", 1.0)
+    with transaction.open_connection(still) as connection:
+        connection.begin()
+        connection.exec_driver_sql(f"UPDATE generations SET batch = batch WHERE generation = {first}")
+        assert transaction.grant_generation(successor, "there", 2, "test", 2.0) == first + 1
+        with pytest.raises(sa.exc.DBAPIError) as ended:
+            connection.exec_driver_sql("SELECT 1")
+        connection.invalidate()
+    assert classify(ended.value) is WriterState.LOST_CONNECTION
+    still.dispose()
+    successor.dispose()
+
+
 def test_the_states_are_a_table() -> None:
     assert set(TRANSITIONS) == set(WriterState)
     assert all(TRANSITIONS[state] <= {WriterState.CLOSED} for state in FINAL)
@@ -397,6 +418,7 @@ class _PostgresError(Exception):
         (_PostgresError("53100"), WriterState.STALLED_DISK_FULL),
         (_PostgresError("40P01"), WriterState.STALLED_LOCKED),
         (_PostgresError("57P01"), WriterState.LOST_CONNECTION),
+        (_PostgresError("25P03"), WriterState.LOST_CONNECTION),
         (_PostgresError("08006"), WriterState.LOST_CONNECTION),
         (_PostgresError("25006"), WriterState.STALLED_READONLY),
         (_PostgresError("23505"), WriterState.FAILED),
