@@ -13,9 +13,11 @@ Columns that only grow (`accepted_len`) or add up (`regenerated`, `moves`) are i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
+from typing import Any, get_args, get_type_hints
 
 import sqlalchemy as sa
 from sqlalchemy import Table, bindparam
@@ -24,6 +26,7 @@ from scavenger.errors import LedgerError
 from scavenger.ledger import records as r
 from scavenger.ledger import schema as t
 from scavenger.ledger.records import Record
+from scavenger.ledger.sets import Shape
 
 Row = dict[str, Any]
 Rows = Callable[[Sequence[Any]], Iterable[Row]]
@@ -31,11 +34,15 @@ Rows = Callable[[Sequence[Any]], Iterable[Row]]
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """One statement and how a batch of records becomes its parameter rows. `must_match`: each row must change exactly one."""
+    """One statement and how a batch of records becomes its parameter rows. `must_match`: each row must change exactly one.
+
+    `shape` says the same for many rows at once (`sets`), where the statement has such a form.
+    """
 
     sql: sa.Executable
     rows: Rows
     must_match: bool = False
+    shape: Shape | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +73,32 @@ def each(records: Sequence[Record]) -> Iterator[Row]:
     return map(parameters, records)
 
 
+def tuples(statement: Statement, records: Sequence[Any]) -> tuple[tuple[type, ...], list[tuple[Any, ...]]]:
+    """Rows of a batch of one kind for `sets`: the Python type of each parameter, and values in the order of `statement.shape.names`."""
+    assert statement.shape is not None
+    names = statement.shape.names
+    kind: type[Record] = type(records[0])
+    hints = _field_types(kind)
+    types = tuple(hints.get(name.removeprefix("p_"), int) for name in names)  # what is not a field is a count
+    if statement.rows is _lengths:  # the hot one: no row of it becomes a dictionary
+        return types, sorted(_longest(records).items())
+    if statement.rows is not each:
+        return types, [tuple(row[name] for name in names) for row in statement.rows(records)]
+    fields = [name.removeprefix("p_") for name in names]
+    values = map(attrgetter(*fields), records)
+    rows: list[tuple[Any, ...]] = list(values) if len(fields) > 1 else [(value,) for value in values]
+    if str in types:
+        rows = [tuple(map(_clean, row)) for row in rows]
+    return types, rows
+
+
+@functools.cache
+def _field_types(kind: type[Record]) -> dict[str, type]:
+    """The Python type of each field; an optional one's without its None."""
+    hints = get_type_hints(kind)
+    return {name: next((x for x in get_args(hint) if x is not type(None)), hint) for name, hint in hints.items()}
+
+
 def _new_samples(records: Sequence[r.GroupCreated]) -> Iterator[Row]:
     for group in records:
         for index in range(group.n):
@@ -77,15 +110,19 @@ def _new_samples(records: Sequence[r.GroupCreated]) -> Iterator[Row]:
             }
 
 
-def _lengths(records: Sequence[r.ChunkAccepted]) -> Iterator[Row]:
+def _longest(records: Sequence[r.ChunkAccepted]) -> dict[int, int]:
     """The last accepted length of each sample: one update a sample, however many chunks it has in the batch."""
     longest: dict[int, int] = {}
     for chunk in records:
-        length = chunk.offset + len(chunk.tokens) // 4
-        if length > longest.get(chunk.sample_id, -1):
-            longest[chunk.sample_id] = length
-    for sample_id in sorted(longest):  # the same order in every transaction, so that two never wait for each other
-        yield {"p_sample_id": sample_id, "p_length": longest[sample_id]}
+        sample_id, length = chunk.sample_id, chunk.offset + len(chunk.tokens) // 4
+        if length > longest.get(sample_id, -1):
+            longest[sample_id] = length
+    return longest
+
+
+def _lengths(records: Sequence[r.ChunkAccepted]) -> Iterator[Row]:
+    # The same order in every transaction, so that two never wait for each other.
+    return ({"p_sample_id": sample_id, "p_length": length} for sample_id, length in sorted(_longest(records).items()))
 
 
 # ---------------------------------------------------------------- builders
@@ -97,7 +134,8 @@ def _p(name: str) -> sa.BindParameter[Any]:
 
 def _insert(table: Table, rows: Rows = each, /, **columns: Any) -> Statement:
     """`columns` are constants, or names of fields where a string starts with ':'."""
-    return Statement(sa.insert(table).values(_values(table, columns)).inline(), rows)
+    values = _values(table, columns)
+    return Statement(sa.insert(table).values(values).inline(), rows, shape=Shape(table, (), tuple(values.items())))
 
 
 def _values(table: Table, columns: dict[str, Any]) -> Row:
@@ -118,7 +156,9 @@ def _same(table: Table, names: str) -> dict[str, Any]:
 def _update(table: Table, keys: str, rows: Rows = each, /, *, must_match: bool = True, **columns: Any) -> Statement:
     """Update the row whose `keys` (columns, called as the fields) match. `columns` as in `_insert`."""
     where = [table.c[key] == _p(key) for key in keys.split()]
-    return Statement(sa.update(table).where(*where).values(_values(table, columns)), rows, must_match)
+    values = _values(table, columns)
+    shape = Shape(table, tuple(keys.split()), tuple(values.items()))
+    return Statement(sa.update(table).where(*where).values(values), rows, must_match, shape)
 
 
 def _at_least(column: sa.Column[Any], field: str) -> sa.Case[Any]:
@@ -332,8 +372,13 @@ def arrange(records: Iterable[Record]) -> list[Batch]:
     """Records of one transaction as batches of one kind each, in an order with the same result. Records of a kind keep theirs."""
     batches: list[Batch] = []
     last: dict[type[Record], int] = {}
+    before: type[Record] | None = None
     for record in records:
         kind = type(record)
+        if kind is before:  # nothing has come between: the common case, and it must cost nothing
+            batches[last[kind]][1].append(record)
+            continue
+        before = kind
         barrier = max((last.get(other, -1) for other in BARRIERS[kind]), default=-1)
         at = last.get(kind, -1)
         if at <= barrier:
