@@ -13,11 +13,9 @@ Columns that only grow (`accepted_len`) or add up (`regenerated`, `moves`) are i
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import Table, bindparam
@@ -25,11 +23,9 @@ from sqlalchemy import Table, bindparam
 from scavenger.errors import LedgerError
 from scavenger.ledger import records as r
 from scavenger.ledger import schema as t
+from scavenger.ledger.parameters import Row, Rows, each, lengths, new_samples
 from scavenger.ledger.records import Record
 from scavenger.ledger.sets import Shape
-
-Row = dict[str, Any]
-Rows = Callable[[Sequence[Any]], Iterable[Row]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,76 +49,6 @@ class Kind:
     creates: frozenset[str] = frozenset()
     uses: frozenset[str] = frozenset()
     sets: frozenset[str] = frozenset()
-
-
-# ---------------------------------------------------------------- parameters
-
-
-def _clean(value: Any) -> Any:
-    """PostgreSQL's text holds every character but NUL, and a peer's reason must not be able to stop the ledger."""
-    return value.replace("\0", "\ufffd") if isinstance(value, str) else value
-
-
-def parameters(record: Record) -> Row:
-    """A record's fields as bind parameters; the prefix keeps them apart from the column names that SQLAlchemy binds itself."""
-    return {f"p_{name}": _clean(getattr(record, name)) for name in record.__struct_fields__}
-
-
-def each(records: Sequence[Record]) -> Iterator[Row]:
-    """One parameter row a record."""
-    return map(parameters, records)
-
-
-def tuples(statement: Statement, records: Sequence[Any]) -> tuple[tuple[type, ...], list[tuple[Any, ...]]]:
-    """Rows of a batch of one kind for `sets`: the Python type of each parameter, and values in the order of `statement.shape.names`."""
-    assert statement.shape is not None
-    names = statement.shape.names
-    kind: type[Record] = type(records[0])
-    hints = _field_types(kind)
-    types = tuple(hints.get(name.removeprefix("p_"), int) for name in names)  # what is not a field is a count
-    if statement.rows is _lengths:  # the hot one: no row of it becomes a dictionary
-        return types, sorted(_longest(records).items())
-    if statement.rows is not each:
-        return types, [tuple(row[name] for name in names) for row in statement.rows(records)]
-    fields = [name.removeprefix("p_") for name in names]
-    values = map(attrgetter(*fields), records)
-    rows: list[tuple[Any, ...]] = list(values) if len(fields) > 1 else [(value,) for value in values]
-    if str in types:
-        rows = [tuple(map(_clean, row)) for row in rows]
-    return types, rows
-
-
-@functools.cache
-def _field_types(kind: type[Record]) -> dict[str, type]:
-    """The Python type of each field; an optional one's without its None."""
-    hints = get_type_hints(kind)
-    return {name: next((x for x in get_args(hint) if x is not type(None)), hint) for name, hint in hints.items()}
-
-
-def _new_samples(records: Sequence[r.GroupCreated]) -> Iterator[Row]:
-    for group in records:
-        for index in range(group.n):
-            yield {
-                "p_sample_id": group.first_sample_id + index,
-                "p_group_id": group.group_id,
-                "p_run_id": group.run_id,
-                "p_index": index,
-            }
-
-
-def _longest(records: Sequence[r.ChunkAccepted]) -> dict[int, int]:
-    """The last accepted length of each sample: one update a sample, however many chunks it has in the batch."""
-    longest: dict[int, int] = {}
-    for chunk in records:
-        sample_id, length = chunk.sample_id, chunk.offset + len(chunk.tokens) // 4
-        if length > longest.get(sample_id, -1):
-            longest[sample_id] = length
-    return longest
-
-
-def _lengths(records: Sequence[r.ChunkAccepted]) -> Iterator[Row]:
-    # The same order in every transaction, so that two never wait for each other.
-    return ({"p_sample_id": sample_id, "p_length": length} for sample_id, length in sorted(_longest(records).items()))
 
 
 # ---------------------------------------------------------------- builders
@@ -235,7 +161,7 @@ KINDS: dict[type[Record], Kind] = {
             created_version=":version", created_at=":at", delivered_attempt=0,
         ),
         _insert(
-            t.samples, _new_samples,
+            t.samples, new_samples,
             **_same(t.samples, "sample_id group_id run_id"), sample_index=":index",
             state="open", reason="", finish="", accepted_len=0, epoch=0, moves=0, worker_id=0, regenerated=0,
             ended_step=0, ended_attempt=0,
@@ -271,7 +197,7 @@ KINDS: dict[type[Record], Kind] = {
         uses="leases samples",
     ),
     r.ChunkAccepted: _kind(
-        _update(t.samples, "sample_id", _lengths, accepted_len=_at_least(t.samples.c.accepted_len, "length")),
+        _update(t.samples, "sample_id", lengths, accepted_len=_at_least(t.samples.c.accepted_len, "length")),
         creates="chunks", uses="samples",
     ),
     r.SampleFinished: _kind(

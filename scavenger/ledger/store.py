@@ -134,6 +134,12 @@ def open_readonly(url: str) -> sa.Engine:
     return _postgres_engine(parsed, f"-c default_transaction_read_only=on -c statement_timeout={_READER_TIMEOUT_MS}")
 
 
+def sqlite_file(url: str) -> Path | None:
+    """The file of an SQLite ledger; None for PostgreSQL."""
+    parsed = parse(url)
+    return Path(str(parsed.database)) if parsed.drivername == "sqlite" else None
+
+
 def _sqlite_engine(uri: str, *, writes: bool) -> sa.Engine:
     def connect() -> sqlite3.Connection:
         # isolation_level None: the driver opens no transaction of its own, `begin` below does.

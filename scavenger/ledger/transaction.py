@@ -16,9 +16,10 @@ import sqlalchemy as sa
 from scavenger.errors import Fenced, LedgerError
 from scavenger.ledger import sets
 from scavenger.ledger.bulk import append_chunks
+from scavenger.ledger.parameters import tuples
 from scavenger.ledger.records import ChunkAccepted, Record
 from scavenger.ledger.schema import generations
-from scavenger.ledger.statements import KINDS, Statement, arrange, describe, tuples
+from scavenger.ledger.statements import KINDS, Statement, arrange, describe
 from scavenger.ledger.store import BEGIN, require_head
 
 _g = generations.c
@@ -87,7 +88,7 @@ def _advance(connection: sa.Connection, generation: int, batch: int, now: float)
 
 def _run(connection: sa.Connection, statement: Statement, records: Sequence[Record]) -> None:
     if statement.shape is not None and len(records) >= sets.FEWEST and sets.possible(connection):
-        types, rows = tuples(statement, records)
+        types, rows = tuples(statement.shape.names, statement.rows, records)
         wanted, changed = len(rows), sets.run(connection, statement.shape, types, rows)
     else:
         single = list(statement.rows(records))
