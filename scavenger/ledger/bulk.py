@@ -14,7 +14,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from scavenger.ledger.records import ChunkAccepted
-from scavenger.ledger.sets import SQLITE_ROWS, parts
+from scavenger.ledger.sets import parts
 
 #: Column and, for COPY, its PostgreSQL type.
 _COLUMNS: tuple[tuple[str, str], ...] = (
@@ -31,6 +31,8 @@ _COLUMNS: tuple[tuple[str, str], ...] = (
 )
 _NAMES = ", ".join(name for name, _ in _COLUMNS)
 _COPY = f"COPY chunks ({_NAMES}) FROM STDIN (FORMAT BINARY)"
+#: Of one statement on SQLite, at most: ten parameters each, of 32,766. A power of two, as `parts` makes them.
+_SQLITE_ROWS = 2048
 #: PostgreSQL's binary COPY: a header, each row as its number of columns and each column as its length and bytes, a trailer.
 _COPY_HEADER = b"PGCOPY\n\xff\r\n\0" + bytes(8)
 _COPY_TRAILER = b"\xff\xff"
@@ -50,7 +52,7 @@ def chunk_row(c: ChunkAccepted) -> tuple[Any, ...]:
 def append_chunks(connection: sa.Connection, chunks: Sequence[ChunkAccepted]) -> None:
     """Insert `chunks` in order. Raises what the driver raises, wrapped by SQLAlchemy on SQLite and bare on PostgreSQL."""
     if connection.dialect.name == "sqlite":
-        for part in parts([chunk_row(chunk) for chunk in chunks], SQLITE_ROWS):
+        for part in parts([chunk_row(chunk) for chunk in chunks], _SQLITE_ROWS):
             connection.exec_driver_sql(_insert(len(part)), tuple(chain.from_iterable(part)))
         return
     driver: Any = connection.connection.driver_connection

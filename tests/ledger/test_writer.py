@@ -511,7 +511,7 @@ def test_a_sync_that_fails_while_the_log_is_written_back_ends_the_writer(sqlite_
         assert w.acked == [0], "what was committed before is durable"
 
 
-@pytest.mark.parametrize("rows", [1, 7, 8, 9, 511, 512, 513, 1500])
+@pytest.mark.parametrize("rows", [1, 7, 8, 9, 511, 512, 513, 3000])
 def test_a_batch_of_any_length_is_written_whole_and_in_order(url: str, rows: int) -> None:
     upgrade(url)
     with witness(url) as w:
