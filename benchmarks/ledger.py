@@ -131,7 +131,8 @@ async def ingest(report: Report, database: str, url: str, size: Size, parts: set
             for name, values in costs.items():
                 report.add(database, f"CPU a chunk: {name}", "us", values)
             cores = len(os.sched_getaffinity(0))
-            report.add(database, f"  what that allows {cores} idle cores at most", "tokens/s", [1e6 * cores * CHUNK / v for v in costs[ALL]])
+            most = [1e6 * cores * CHUNK / each for each in costs[ALL]]
+            report.add(database, f"  what that allows {cores} idle cores at most", "tokens/s", most)
         if "latency" in parts:
             await _latency(report, database, site, size, statistics.median(rates) / 2)
 
