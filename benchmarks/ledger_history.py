@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -43,21 +44,28 @@ def write(url: str, samples: int, tokens: int) -> None:
         engine.dispose()
 
 
+def _rest(table: sa.Table) -> dict[str, Any]:
+    """Values for the columns that must have one: empty and zero, where nothing else is said."""
+    needed = (x for x in table.columns if not x.nullable and not (x.primary_key and x.autoincrement is True))
+    return {x.name: "" if isinstance(x.type, sa.Text) else b"" if isinstance(x.type, sa.LargeBinary) else 0 for x in needed}
+
+
 def _rows(c: sa.Connection, samples: int, tokens: int) -> None:
     spec = '{"name": "bench", "model_config": "{}", "dtype": "float32", "max_batch": 4096, "context_length": 20000}'
     now = time.time()
-    c.execute(sa.insert(t.runs).values(
-        run_id=1, name="bench", owner_key="k", seed=0, config="{}", engine=spec, tokenizer="", created_at=now, state="active", reason="",
-        attempt=1, resume_step=0, last_step=0, last_version=1,
-    ))  # fmt: skip
-    c.execute(sa.insert(t.attempts).values(
-        run_id=1, attempt=1, host="h", job_id=1, resume_step=0, config="{}", engine=spec, started_at=now
-    ))  # fmt: skip
-    c.execute(sa.insert(t.weight_versions).values(
-        run_id=1, version=1, step=0, attempt=1, root=b"r" * 32, manifest=b"m", nbytes=1, published_at=now
-    ))  # fmt: skip
+    c.execute(sa.insert(t.runs), _rest(t.runs) | {
+        "run_id": 1, "name": "bench", "owner_key": "k", "seed": 0, "config": "{}", "engine": spec, "tokenizer": "", "created_at": now, "state": "active", "reason": "",
+        "attempt": 1, "resume_step": 0, "last_step": 0, "last_version": 1,
+    })  # fmt: skip
+    c.execute(sa.insert(t.attempts), _rest(t.attempts) | {
+        "run_id": 1, "attempt": 1, "host": "h", "job_id": 1, "resume_step": 0, "config": "{}", "engine": spec, "started_at": now
+    })  # fmt: skip
+    c.execute(sa.insert(t.weight_versions), _rest(t.weight_versions) | {
+        "run_id": 1, "version": 1, "step": 0, "attempt": 1, "root": b"r" * 32, "manifest": b"m", "nbytes": 1, "published_at": now
+    })  # fmt: skip
     c.execute(sa.insert(t.workers), [
-        {"worker_id": n, "run_id": 1, "kind": "harvested", "intent_id": f"i{n}", "session": f"s{n}", "incarnation": 0, "job_id": n,
+        _rest(t.workers) | {"worker_id": n, "run_id": 1, "kind": "harvested", "intent_id": f"i{n}", "session": f"s{n}",
+         "incarnation": 0, "job_id": n,
          "node": f"n{n}", "gpus": 1, "engine": "bench", "joined_at": now, "reason": "", "samples": 0, "salvaged": 0, "regenerated": 0}
         for n in range(1, WORKERS + 1)
     ])  # fmt: skip
@@ -91,6 +99,7 @@ def _chunks(c: sa.Connection, samples: int, tokens: int) -> None:
 
 
 def _select(c: sa.Connection, count: int, table: str, columns: dict[str, str], **values: object) -> None:
+    columns = {name: f"'{value}'" if value == "" else str(value) for name, value in _rest(t.metadata.tables[table]).items()} | columns
     names, made = ", ".join(columns), ", ".join(columns.values())
     numbers = f"WITH RECURSIVE numbers(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM numbers WHERE i < {count})"
     typed = [sa.bindparam(k, type_=t.chunks.c.tokens.type if isinstance(v, bytes) else sa.Double()) for k, v in values.items()]
