@@ -46,6 +46,7 @@ class DaemonSection(Section):
     trainer_gone_s: Seconds = 600.0  # silence of a trainer after which no engines are wanted whatever waits for them
     flush_ms: Annotated[float, Field(ge=1, le=10_000)] = 100.0
     flush_tokens: Positive = 32
+    payload_memory_mb: NonNegative = 512  # tokens of samples in flight that are kept in memory beside the ledger
 
     @model_validator(mode="after")
     def _ordered(self) -> DaemonSection:

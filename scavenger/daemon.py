@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from scavenger.ledger.records import GroupState
 from scavenger.ledger.writer import Writer, WriterState
 from scavenger.router.events import Identity
 from scavenger.router.machine import Router
+from scavenger.router.payloads import Payload, PayloadStore
 from scavenger.router.server import KeyRing, Server
 from scavenger.router.state import Limits
 
@@ -81,8 +83,9 @@ class Daemon:
         store.upgrade(self.config.ledger_url)
         writer = self._start_writer(loop)
         generation, self._engine = writer.generation, writer.engine
-        router = Router(limits_of(self.config), generation)
-        self.server = server = Server(router, writer, self.keyring, pair, self.clock, self._history)
+        payloads = PayloadStore(self.config.daemon.payload_memory_mb * 2**20)
+        router = Router(limits_of(self.config), generation, payloads)
+        self.server = server = Server(router, writer, self.keyring, pair, self.clock, self._history, payloads, self._payloads)
         try:
             snapshot = reader.read_snapshot(writer.engine)
             self._allow_owners()
@@ -175,6 +178,9 @@ class Daemon:
 
     async def _history(self, run_id: int, after_step: int) -> tuple[GroupState, ...]:
         return await asyncio.to_thread(reader.replay_groups, self._engine, run_id, after_step)
+
+    async def _payloads(self, sample_ids: Sequence[int]) -> dict[int, Payload]:
+        return await asyncio.to_thread(reader.read_payloads, self._engine, sample_ids)
 
     async def _announce(self, server: Server, public: str, port: int, generation: int) -> None:
         """Write the rendezvous file, unless a newer generation has the ledger: a commit tells, and so does the file."""

@@ -60,6 +60,10 @@ class LedgerError(ScavengerError):
     """The ledger cannot be opened or written."""
 
 
+class LedgerUnavailable(LedgerError):
+    """The ledger cannot be read at this moment; the same read may succeed later (back off and try again)."""
+
+
 class Fenced(LedgerError):
     """A newer generation owns the ledger; this daemon must stop at once, and not be restarted into a ping-pong."""
 

@@ -328,7 +328,7 @@ class RunState(msgspec.Struct, frozen=True):
 
 
 class SampleState(msgspec.Struct, frozen=True):
-    """A sample of a group that may still be delivered. Payloads are the accepted chunks joined in order of their offset.
+    """A sample of a group that may still be delivered. `length`: its accepted tokens; what they are is read when it is needed.
 
     `state`: "open" (not complete), "complete", or an end that a replay may reopen. `lease`: the open lease's (epoch, worker_id, version).
     `epoch`: the highest ever granted.
@@ -339,9 +339,7 @@ class SampleState(msgspec.Struct, frozen=True):
     state: str
     epoch: int
     moves: int
-    tokens: bytes
-    logprobs: bytes
-    raw_logprobs: bytes
+    length: int
     finish: str
     reward: float | None
     lease: tuple[int, int, int] | None

@@ -99,13 +99,11 @@ def adopt_state(core: Core, run: Run, state: rec.GroupState) -> Group:
     for row in state.samples:
         sample = Sample(
             row.sample_id, group, row.index, epoch=row.epoch, finish=row.finish, moves=row.moves, reward=row.reward,
-            tokens=bytearray(row.tokens), logprobs=bytearray(row.logprobs), raw_logprobs=bytearray(row.raw_logprobs),
+            accepted=row.length, durable=row.length, reported=row.length,
         )  # fmt: skip
-        sample.accepted = sample.durable = len(row.tokens) // 4
-        sample.reported = sample.accepted
-        group.samples.append(sample)
         core.samples[sample.id] = sample
         _restore_status(core, run, sample, row)
+        group.add(sample)
     core.groups[group.id] = group
     run.by_key[group.key] = group
     return group

@@ -267,7 +267,7 @@ def _make_group(core: Core, run: Run, body: SubmitGroups, spec: GroupSpec, root:
     core.next_sample_id += spec.n
     for index in range(spec.n):
         sample = Sample(first + index, group, index)
-        group.samples.append(sample)
+        group.add(sample)
         core.samples[sample.id] = sample
         run.queue.add(sample)
     core.groups[group.id] = run.by_key[group.key] = group
@@ -388,6 +388,6 @@ def fleet_sizes(run: Run) -> tuple[int, int, int]:
 
 def fleet_of(run: Run) -> Fleet:
     """The run's workers as its trainer sees them."""
-    open_samples = sum(not s.done for g in run.by_key.values() if not g.orphaned for s in g.samples)
+    open_samples = sum(g.unfinished for g in run.by_key.values() if not g.orphaned)
     held = sum(len(w.leases) for w in _live(run) if w.kind == "reserved")
     return Fleet(*fleet_sizes(run), open_samples, held)

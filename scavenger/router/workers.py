@@ -6,6 +6,8 @@ over, when a later incarnation greets under its key, or after `dead_s` of silenc
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from scavenger.ledger import records as rec
 from scavenger.router import samples as sm
 from scavenger.router.events import Identity
@@ -186,7 +188,14 @@ def _may_hold(core: Core, worker: Worker, held: Held) -> bool:
     return sample.worker_id == worker.id or (sample.done and sample.last_worker_id == worker.id)
 
 
-def said(core: Core, conn: int, message: object) -> None:
+def heard(core: Core, conn: int) -> None:
+    """Something came from a worker and waits for the ledger: it is not silent."""
+    worker = core.by_conn.get(conn)
+    if worker is not None:
+        worker.last_seen = core.now
+
+
+def said(core: Core, conn: int, message: object, faults: Mapping[int, str] | None = None) -> None:
     """A message of a greeted worker. One whose connection is unknown is asked to greet again."""
     worker = core.by_conn.get(conn)
     if worker is None and conn in core.departed:  # it left; only its goodbye may need to be answered again
@@ -203,8 +212,8 @@ def said(core: Core, conn: int, message: object) -> None:
         core.event("worker_back", worker.run.id, f"worker {worker.id}", "heard again before it was given up")
     match message:
         case Chunks(chunks=chunks):
-            for chunk in chunks:
-                sm.accept_chunk(core, worker, chunk)
+            for at, chunk in enumerate(chunks):
+                sm.accept_chunk(core, worker, chunk, faults.get(at, "") if faults else "")
         case Heartbeat():
             _heartbeat(core, worker, message)
         case WeightsLoaded(version=version):
@@ -394,6 +403,8 @@ def watch(core: Core, worker: Worker) -> None:
 
 def _stalled(core: Core, worker: Worker) -> bool:
     """Whether its engine hangs: the process answers, and nothing that it was given has moved for `stalled_s`."""
+    if core.now - worker.moved_at <= core.limits.stalled_s:
+        return False  # the usual case: nobody looks at each sample of a fleet four times a second
     given = [s.assigned_at for s in worker.leases.values() if s.assigned_at is not None]
     if not given or worker.suspect:
         return False

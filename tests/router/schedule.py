@@ -87,6 +87,7 @@ class WatchedBench(Bench):
         super().restart()
 
     def perform(self, actions: list[RouterAction]) -> None:
+        actions = self.filled(actions)
         for action in actions:
             if isinstance(action, Send):
                 self._promised(action.message)
