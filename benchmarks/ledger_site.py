@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,13 @@ from scavenger.ledger.records import GroupState
 from scavenger.ledger.writer import Writer, WriterState
 from scavenger.router.events import Identity, JobGone, RouterAction, RouterEvent
 from scavenger.router.machine import Router
+from scavenger.router.payloads import Payload, PayloadStore
 from scavenger.router.server import KeyRing, Server
 from scavenger.router.state import Limits
 
 RUN = "bench"
 #: Silence is no death here: while the parent sets up, engines do not beat.
+PAYLOAD_BYTES = 1 << 30
 LIMITS = Limits(suspect_s=60.0, dead_s=120.0)
 
 
@@ -96,12 +98,16 @@ class Site:
         async def history(run_id: int, after: int) -> tuple[GroupState, ...]:
             return await asyncio.to_thread(reader.replay_groups, writer.engine, run_id, after)
 
-        self.router = TimedRouter(LIMITS, writer.generation)
+        async def payloads(sample_ids: Sequence[int]) -> dict[int, Payload]:
+            return await asyncio.to_thread(reader.read_payloads, writer.engine, sample_ids)
+
+        kept = PayloadStore(PAYLOAD_BYTES)
+        self.router = TimedRouter(LIMITS, writer.generation, kept)
         keyring = KeyRing()
         keyring.allow(self.owner.public, Identity("owner", self.owner.public))
         for pair in self.engine_pairs:
             keyring.allow(pair.public, Identity("worker", pair.public, RUN, pair.intent))
-        self.server = Server(self.router, writer, keyring, self.server_pair, self.clock, history)
+        self.server = Server(self.router, writer, keyring, self.server_pair, self.clock, history, kept, payloads)
         stop = asyncio.Event()
         port = self.server.bind("127.0.0.1", 0)
         self.server.perform(self.router.restore(reader.read_snapshot(writer.engine), self.clock()))

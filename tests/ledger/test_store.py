@@ -43,7 +43,7 @@ def test_updated_rows_have_room_on_their_page(postgres: sa.URL) -> None:
     engine = store.open_engine(url)
     with engine.connect() as connection:
         ours = "SELECT relname, reloptions[1] FROM pg_class WHERE relnamespace = 'public'::regnamespace AND reloptions IS NOT NULL"
-        options = dict(row._tuple() for row in connection.execute(sa.text(ours)))
+        options = {str(row[0]): str(row[1]) for row in connection.execute(sa.text(ours))}
     engine.dispose()
     wanted = {name: f"fillfactor={table.dialect_options['postgresql']['with']['fillfactor']}"
               for name, table in metadata.tables.items() if table.dialect_options["postgresql"]["with"]}  # fmt: skip
