@@ -41,7 +41,11 @@ def test_engines_are_lost_in_three_ways_and_training_does_not_notice(
 ) -> None:
     options = SiteOptions("slurm", tmp_path, demo_layout(grace_s=10.0), observe_s=0.5, max_engines=ENGINES, harvest={"max_pending": 6})
     with Site(options) as site:
-        run = play.write_run(site, small_model, run={"steps": STEPS}, engine={"max_batch": 3, "pace": PACE}, checkpoint={"every": 4})
+        # The reserved engine wakes late: were it to finish steps while lost engines start again, a slow machine's run would end too soon.
+        run = play.write_run(
+            site, small_model, run={"steps": STEPS}, engine={"max_batch": 3, "pace": PACE}, checkpoint={"every": 4},
+            reserved={"wake_after_s": 30.0},
+        )  # fmt: skip
         training = play.submit(site, run)
         arms = [Arm("GraceTime=10", 10.0), Arm("GraceTime=0", 0.0), Arm("no notice", 0.0)]
         for arm in arms:
