@@ -52,8 +52,9 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "resumed from an older checkpoint": ("trainer open",),
     "run closed": ("trainer collect", "trainer publish", "trainer submit"),
     "lost": (
-        "WorkerHello", "Welcome", "Heartbeat", "HeartbeatAck", "Chunks", "Ack", "Assign", "Revoke", "UseWeights", "WeightsLoaded", "Goodbye",
-        "GoodbyeAck", "HelloAgain", "Drain", "Sleep", "Wake", "Rejected", "OpenRun", "RunOpened", "Attach", "PublishVersion", "Accepted",
+        "WorkerHello", "Welcome", "Heartbeat", "HeartbeatAck", "Chunks", "Ack", "Assign", "Revoke", "UseWeights", "WeightsLoaded",
+        "Goodbye", "GoodbyeAck", "HelloAgain", "Drain", "Sleep", "Wake", "Rejected", "OpenRun", "RunOpened", "Attach", "PublishVersion",
+        "Accepted",
         "SetReserved", "GroupDone", "Ok", "Ping", "Pong", "Fleet",
     ),
     "doubled": (

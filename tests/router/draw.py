@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 
 from tests.router.engines import LIES
-from tests.router.world import Op, World
+from tests.router.site import Op
+from tests.router.world import World
 
 NODES = ("n0", "n1", "n2", "n3")
 REASONS = (("PREEMPTED", False), ("NODE_FAIL", False), ("CANCELLED", False), ("FAILED", True), ("REQUEUED", False))

@@ -11,7 +11,8 @@ import random
 from tests.router.coverage import Coverage
 from tests.router.draw import draw, opening
 from tests.router.harness import Ledger
-from tests.router.world import Op, World
+from tests.router.site import Op
+from tests.router.world import World
 
 
 class Failed(AssertionError):

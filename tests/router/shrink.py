@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from tests.router.schedule import play
-from tests.router.world import Op
+from tests.router.site import Op
 
 
 def signature(error: BaseException) -> str:

@@ -15,7 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.router.engines import LIES
 from tests.router.plants import PLANTS
-from tests.router.world import Op, World
+from tests.router.site import Op
+from tests.router.world import World
 
 NAMES = st.integers(10, 14)
 FEW = st.integers(1, 3)
