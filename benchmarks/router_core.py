@@ -2,7 +2,7 @@
 
     python benchmarks/router_core.py [chunks in a message ...]
 
-Needs neither sockets nor a ledger: the core alone, on one thread.
+Needs neither sockets nor a ledger: the core with its payload store and the check of values, on one thread.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from scavenger.router.events import (
     Write,
 )
 from scavenger.router.machine import Router
+from scavenger.router.payload_check import checked
+from scavenger.router.payloads import PayloadStore
 from scavenger.router.state import Limits
 from scavenger.wire import (
     PROTOCOL,
@@ -53,7 +55,7 @@ class Site:
     """A core and the little that it needs around it."""
 
     def __init__(self) -> None:
-        self.router = Router(Limits(), 1)
+        self.router = Router(Limits(), 1, PayloadStore(512 * 2**20))
         self.ticket = self.calls = 0
         self.leases: dict[int, list[Lease]] = {}
 
@@ -106,7 +108,7 @@ def measure(chunks_in_message: int) -> None:
     ]  # fmt: skip
     started = time.perf_counter()
     for n, (conn, message) in enumerate(messages, 1):
-        site.handle(WorkerSaid(conn, message))
+        site.handle(checked(conn, message))
         if n % COMMIT_EVERY == 0:
             site.commit()
     site.commit()

@@ -147,6 +147,8 @@ class Session:
             held=self.work.held(),
             slot=me.slot,
             leaving=self._leaving is not None,
+            loaded_root=self.work.loaded_root,
+            ledger=self.work.ledger,
         )
         return [Send(hello)]
 
@@ -178,14 +180,14 @@ class Session:
         self._attempts = self._unanswered = self._refusals = 0
         self._heartbeat_at = now + welcome.heartbeat_s
         self._turned_away = None
-        self.work.welcomed(welcome, now)
+        void = self.work.welcomed(welcome, now)
         note = Note("welcome", f"worker {welcome.worker_id} of run {welcome.run}, generation {welcome.generation}")
         if self._leaving:
-            return [note, *self._farewell()]
+            return [note, *void, *self._farewell()]
         if first:
             self._spec = welcome.engine
             return [note, Build(welcome.engine)]
-        return [note, *self.work.resume()]
+        return [note, *void, *self.work.resume()]
 
     def _rejected(self, message: wire.Rejected, now: float) -> list[Action]:
         if message.retry:

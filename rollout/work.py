@@ -23,7 +23,7 @@ class Work:
         self.hears = False
         self.closed = False
         self.flush_at: float | None = None
-        self._loaded_root = b""
+        self.loaded_root = b""
         self._wanted: wire.UseWeights | None = None  # being pulled or loaded
         self._waiting: list[wire.Lease] = []  # assigned for the version that is being loaded
         self._asleep = False  # asked to be
@@ -37,10 +37,25 @@ class Work:
 
     # ------------------------------------------------------------ the conversation
 
-    def welcomed(self, welcome: wire.Welcome, now: float) -> None:
-        """A new conversation: whatever was sent on the last one may be lost."""
+    def welcomed(self, welcome: wire.Welcome, now: float) -> list[Action]:
+        """A new conversation: whatever was sent on the last one may be lost.
+
+        Under another history of the ledger (an older one was restored) the same numbers name other samples and weights: all is void.
+        """
+        void = self._terms is not None and welcome.ledger != self._terms.ledger
         self._terms, self._heard = welcome, 0
         self._rewind(now)
+        if not void:
+            return []
+        dropped = self.leases.all()
+        actions = self._forget(dropped)
+        self._wanted, self._waiting, self.loaded_version, self.loaded_root = None, [], -1, b""
+        return [Note("ledger-restored", f"{len(dropped)} leases and the loaded weights are of its other history: dropped"), *actions]
+
+    @property
+    def ledger(self) -> str:
+        """Which history of the ledger all of this is of."""
+        return self._terms.ledger if self._terms is not None else ""
 
     def resume(self) -> list[Action]:
         """What could not be said while the connection was away; everything else is in the hello."""
@@ -177,7 +192,7 @@ class Work:
         if self.closed or (self._wanted is not None and self._wanted.version == message.version):
             return []
         if message.version == self.loaded_version:
-            return self._send(wire.WeightsLoaded(message.version, self._loaded_root))
+            return self._send(wire.WeightsLoaded(message.version, self.loaded_root))
         # Its tokens end here: a sample never mixes versions. What is finished stays until it is durable.
         actions = [*self.flush(), *self._forget([held for held in self.leases.all() if held.finish is None])]
         self._wanted, self._waiting, self.loaded_version = message, [], -1
@@ -186,7 +201,7 @@ class Work:
     def loaded(self, event: Loaded, now: float) -> list[Action]:
         if self._wanted is None or event.version != self._wanted.version:
             return [Note("superseded", f"version {event.version} was loaded after a newer one was wanted")]
-        self.loaded_version, self._loaded_root, self._wanted = event.version, event.root, None
+        self.loaded_version, self.loaded_root, self._wanted = event.version, event.root, None
         waiting, self._waiting = self._waiting, []
         actions = self._send(wire.WeightsLoaded(event.version, event.root, event.pull_s, event.load_s))
         return actions + [a for lease in waiting for a in self._assigned(lease, now)]

@@ -15,7 +15,7 @@ import structlog
 import typer
 from rich.console import Console
 
-from scavenger import __version__, cli_ledger, config, keys
+from scavenger import __version__, cli_keys, cli_ledger, config, keys
 from scavenger.cli_options import DEFAULT_CONFIG, ConfigOption
 from scavenger.errors import ScavengerError
 
@@ -23,6 +23,7 @@ app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Idle GPUs of a Slurm cluster for LLM rollouts."
 )
 app.add_typer(cli_ledger.app, name="ledger")
+app.add_typer(cli_keys.app, name="keys")
 
 err = Console(stderr=True, soft_wrap=True, highlight=False)
 

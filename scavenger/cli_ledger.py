@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from scavenger import config
 from scavenger.cli_options import DEFAULT_CONFIG, ConfigOption
 
-app = typer.Typer(no_args_is_help=True, help="Read and check the ledger.")
+if TYPE_CHECKING:
+    from scavenger.ledger.purge import Contents
+
+app = typer.Typer(no_args_is_help=True, help="Read, check and keep the ledger.")
 
 
 @app.command("report")
@@ -29,6 +33,18 @@ def report_command(
     print(reports.report(config.read_daemon(config_path).ledger_url, name, fmt))
 
 
+@app.command("tokens")
+def tokens_command(
+    sample: Annotated[int, typer.Argument(help="the sample's id")],
+    fmt: Annotated[Literal["ids", "text", "json"], typer.Option("--format", help="json has prompt and logprobs too")] = "ids",
+    config_path: ConfigOption = DEFAULT_CONFIG,
+) -> None:
+    """Print one sample's tokens."""
+    from scavenger.ledger import tokens
+
+    print(tokens.show(config.read_daemon(config_path).ledger_url, sample, fmt), end="")
+
+
 @app.command("check")
 def check_command(config_path: ConfigOption = DEFAULT_CONFIG) -> None:
     """Audit the ledger: every reference, every offset, every sample delivered once."""
@@ -39,3 +55,92 @@ def check_command(config_path: ConfigOption = DEFAULT_CONFIG) -> None:
         print(problem)
     print("the ledger is sound" if not problems else f"{len(problems)} problems")
     sys.exit(1 if problems else 0)
+
+
+@app.command("upgrade")
+def upgrade_command(config_path: ConfigOption = DEFAULT_CONFIG) -> None:
+    """Bring the tables up to this release; a daemon of an older one that still runs is fenced and stops."""
+    from scavenger.ledger import store
+
+    before, after = store.upgrade(config.read_daemon(config_path).ledger_url)
+    if before == after:
+        print(f"the schema is at revision {after} already")
+    else:
+        fenced = "; a daemon that ran on it stops at its next commit" if before else ""
+        print(f"the schema was brought from revision {before or 'none'} to {after}{fenced}")
+
+
+@app.command("vacuum")
+def vacuum_command(config_path: ConfigOption = DEFAULT_CONFIG) -> None:
+    """Give free space back: SQLite with the daemon stopped, PostgreSQL beside it."""
+    from scavenger.ledger import vacuum
+
+    done = vacuum.vacuum(config.read_daemon(config_path).ledger_url)
+    print(f"{done.before:,} bytes before, {done.after:,} after")
+
+
+@app.command("export")
+def export_command(
+    out: Annotated[Path, typer.Option("--out", help="a new or empty folder")],
+    run: Annotated[str | None, typer.Option("--run", help="the newest run of this name; without it, everything")] = None,
+    contents: Annotated[bool, typer.Option("--contents", help="with tokens, logprobs and prompts")] = False,
+    fmt: Annotated[Literal["jsonl", "csv"], typer.Option("--format")] = "jsonl",
+    config_path: ConfigOption = DEFAULT_CONFIG,
+) -> None:
+    """Write the accounting as one file a table."""
+    from scavenger.ledger import export
+
+    done = export.export(config.read_daemon(config_path).ledger_url, out, run, contents=contents, fmt=fmt)
+    for table, rows in sorted(done.rows.items()):
+        print(f"{table:18} {rows:>12,} rows")
+
+
+@app.command("purge")
+def purge_command(
+    run: Annotated[str, typer.Option("--run", help="the newest run of this name; it must have ended")],
+    yes: Annotated[bool, typer.Option("--yes", help="do not ask")] = False,
+    config_path: ConfigOption = DEFAULT_CONFIG,
+) -> None:
+    """Delete a run's contents (tokens, logprobs, prompts) for good and keep its accounting."""
+    from scavenger.ledger import purge
+
+    url = config.read_daemon(config_path).ledger_url
+    found = purge.survey(url, run)
+    print(f"run {run!r} ({found.run_id}) holds {_told(found)}")
+    if not yes and not typer.confirm("delete them for good?"):
+        print("nothing was deleted")
+        sys.exit(1)
+    print(f"deleted {_told(purge.purge(url, run))}; `scavenger ledger vacuum` gives the space back")
+
+
+def _told(found: Contents) -> str:
+    return (
+        f"{found.tokens:,} tokens of {found.samples:,} samples in {found.chunks:,} chunks, and {found.groups:,} prompts: "
+        f"{found.nbytes:,} bytes"
+    )
+
+
+@app.command("backup")
+def backup_command(
+    target: Annotated[Path, typer.Argument(help="the file to write; must not exist")],
+    config_path: ConfigOption = DEFAULT_CONFIG,
+) -> None:
+    """Copy the ledger while the daemon writes (SQLite: its online backup; PostgreSQL: pg_dump)."""
+    from scavenger.ledger import backup
+
+    backup.backup(config.read_daemon(config_path).ledger_url, target)
+    print(f"wrote {target} ({target.stat().st_size:,} bytes)")
+
+
+@app.command("restore")
+def restore_command(
+    source: Annotated[Path | None, typer.Argument(help="what `backup` wrote; without it the ledger was put back by other means")] = None,
+    force: Annotated[bool, typer.Option("--force", help="although a daemon owns the ledger: it is fenced")] = False,
+    config_path: ConfigOption = DEFAULT_CONFIG,
+) -> None:
+    """Put a backup in the ledger's place, and begin another history: everybody who knows the replaced one is fenced."""
+    from scavenger import ownership
+
+    settings = config.read_daemon(config_path)
+    generation = ownership.restore_ledger(settings, source, force=force)
+    print(f"the ledger begins another history after generation {generation}; next: scavenger daemon --config {config_path}")

@@ -26,7 +26,7 @@ import zmq
 
 from scavenger import keys, wire
 from scavenger.config import RunConfig
-from scavenger.errors import DaemonUnavailable, Refused, StaleAttempt, WireError
+from scavenger.errors import CheckpointAhead, DaemonUnavailable, LedgerRestored, Refused, StaleAttempt, WireError
 from scavenger.keepalive import KeepAlive
 from scavenger.weights import manifest as manifests
 from scavenger.weights.manifest import Manifest
@@ -151,6 +151,7 @@ class Run:
         self.name = name
         self.run_id = self.attempt = self.last_step = 0
         self.next_version = 1
+        self.ledger = ""
         self.versions: tuple[tuple[int, int, bytes], ...] = ()
         self.fleet = wire.Fleet(0, 0, 0, 0, 0)
         self._arrived: list[wire.GroupDone] = []
@@ -163,7 +164,7 @@ class Run:
 
     def opened(self, answer: wire.RunOpened) -> None:
         self.run_id, self.attempt, self.last_step = answer.run_id, answer.attempt, answer.last_step
-        self.next_version, self.versions = answer.next_version, answer.versions
+        self.next_version, self.versions, self.ledger = answer.next_version, answer.versions, answer.ledger
         self._alive.attempt = answer.attempt
 
     # ---------------------------------------------------------------- what a trainer does
@@ -247,7 +248,9 @@ class Run:
 
     def _judge(self, body: wire.ReplyBody) -> wire.ReplyBody:
         if isinstance(body, wire.Denied):
-            kind = StaleAttempt if body.code == "stale" else Refused
+            if body.code == "ahead":
+                raise CheckpointAhead(body.reason, body.remedy, body.last_step)
+            kind = {"stale": StaleAttempt, "restored": LedgerRestored}.get(body.code, Refused)
             raise kind(body.reason, body.remedy)
         return body
 
@@ -315,7 +318,8 @@ class Run:
             log.warning("the daemon answers but cannot commit", run=self.name, remedy="look at the daemon's log: its disk may be full")
 
     def _attach(self) -> bool:
-        bodies: list[wire.CallBody] = [wire.Attach(self.name, tuple(self._known), tuple(self._submitted)), *self._published.values()]
+        attach = wire.Attach(self.name, tuple(self._known), tuple(self._submitted), self.ledger)
+        bodies: list[wire.CallBody] = [attach, *self._published.values()]
         if self._reserved is not None:
             bodies.append(self._reserved)
         for body in bodies:

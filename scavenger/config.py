@@ -46,6 +46,7 @@ class DaemonSection(Section):
     trainer_gone_s: Seconds = 600.0  # silence of a trainer after which no engines are wanted whatever waits for them
     flush_ms: Annotated[float, Field(ge=1, le=10_000)] = 100.0
     flush_tokens: Positive = 32
+    payload_memory_mb: NonNegative = 512  # tokens of samples in flight that are kept in memory beside the ledger
 
     @model_validator(mode="after")
     def _ordered(self) -> DaemonSection:
@@ -85,8 +86,16 @@ class HarvestSection(Section):
     python: str = ""  # interpreter of the engines; empty = the daemon's
 
 
+class LedgerSection(Section):
+    """What becomes of the tokens of samples that no resume from a kept checkpoint can want again."""
+
+    retention: Literal["keep", "compact", "drop"] = "keep"
+    retention_steps: NonNegative = 2  # steps that the run must have taken since the sample's own
+
+
 class DaemonConfig(Section):
     daemon: DaemonSection
+    ledger: LedgerSection = LedgerSection()
     cluster: ClusterSection = ClusterSection()
     harvest: HarvestSection = HarvestSection()
 
@@ -160,6 +169,7 @@ class EngineSection(Section):
 
 class RewardSection(Section):
     function: str = "trainer.tasks.sort:reward"  # "module:function"
+    version: Annotated[str, Field(max_length=256)] = ""  # recorded with each reward; empty = the name and a hash of the module's file
     timeout_s: Seconds = 10.0
     retries: NonNegative = 2
     on_reward_error: Literal["stop", "mask"] = "stop"

@@ -12,23 +12,26 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import blake3
 import structlog
 
-from scavenger import __version__, keys
+from scavenger import __version__, keys, ownership
 from scavenger.cluster.port import Cluster
 from scavenger.config import DaemonConfig
-from scavenger.errors import AuthError, DaemonUnavailable, Fenced, LedgerError
+from scavenger.errors import AuthError, Fenced, LedgerError
 from scavenger.harvest.driver import Harvester
-from scavenger.ledger import reader, store
+from scavenger.ledger import reader, retention, store
 from scavenger.ledger.faults import REMEDIES
-from scavenger.ledger.records import GroupState
+from scavenger.ledger.keeper import Keeper
+from scavenger.ledger.records import Event, GroupState
+from scavenger.ledger.transaction import Announced, Generation
 from scavenger.ledger.writer import Writer, WriterState
 from scavenger.router.events import Identity
 from scavenger.router.machine import Router
+from scavenger.router.payloads import Payload, PayloadStore
 from scavenger.router.server import KeyRing, Server
 from scavenger.router.state import Limits
 
@@ -43,11 +46,6 @@ class Clock:
 
     def __call__(self) -> float:
         return time.monotonic() + self._offset
-
-
-def ledger_uid(server_public_key: str) -> str:
-    """Eight hex digits that tell our jobs from another daemon's."""
-    return blake3.blake3(server_public_key.encode()).hexdigest()[:8]
 
 
 def limits_of(config: DaemonConfig) -> Limits:
@@ -78,31 +76,35 @@ class Daemon:
             loop.add_signal_handler(number, self.stop.set)
         loop.set_exception_handler(self._broken)
         pair = keys.read_keypair(keys.server_key_path(self.state_dir))
-        store.upgrade(self.config.ledger_url)
-        writer = self._start_writer(loop)
-        generation, self._engine = writer.generation, writer.engine
-        router = Router(limits_of(self.config), generation)
-        self.server = server = Server(router, writer, self.keyring, pair, self.clock, self._history)
+        writer = self._take_ledger(loop)
+        generation, self._engine = writer.granted, writer.engine
+        payloads = PayloadStore(self.config.daemon.payload_memory_mb * 2**20)
+        router = Router(limits_of(self.config), generation, payloads, generation.timeline, generation.restored)
+        self.server = server = Server(router, writer, self.keyring, pair, self.clock, self._history, payloads, self._payloads)
         try:
             snapshot = reader.read_snapshot(writer.engine)
             self._allow_owners()
-            harvester = self._harvester(server, ledger_uid(pair.public))
+            harvester = self._harvester(server, keys.site_uid(self.state_dir, pair.public))
             if harvester is not None:
                 harvester.restore(snapshot.jobs)
             port = server.bind(self.config.daemon.listen, self.config.daemon.port)
             server.perform(router.restore(snapshot, self.clock()))
+            self._tell_history(server, generation)
             await self._announce(server, pair.public, port, generation)
-            await self._serve(server, harvester)
+            await self._serve(server, harvester, self._keeper(server, writer))
         finally:
             await asyncio.to_thread(writer.close)
             server.close()
+            self._ownership.close()
         if self.failure is not None:
             raise self.failure
 
-    async def _serve(self, server: Server, harvester: Harvester | None) -> None:
+    async def _serve(self, server: Server, harvester: Harvester | None, keeper: Keeper | None) -> None:
         tasks = [asyncio.create_task(server.run(self.stop)), asyncio.create_task(self._watch_files())]
         if harvester is not None:
             tasks.append(asyncio.create_task(harvester.run(self.stop)))
+        if keeper is not None:
+            tasks.append(asyncio.create_task(keeper.run(self.stop)))
         try:
             done, _ = await asyncio.wait([*tasks, asyncio.create_task(self.stop.wait())], return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -126,6 +128,19 @@ class Daemon:
 
     # ---------------------------------------------------------------- parts
 
+    def _take_ledger(self, loop: asyncio.AbstractEventLoop) -> Writer:
+        """Upgrade the ledger and become its writer. Whoever was that until now is fenced by it, and named."""
+        me = ownership.Holder(socket.gethostname(), os.getpid(), self.clock())
+        self._ownership = ownership.Ownership(self.state_dir, me)
+        if self._ownership.holder is not None:
+            log.warning("taking over", held_by=str(self._ownership.holder))
+        try:
+            store.upgrade(self.config.ledger_url)
+            return self._start_writer(loop)
+        except LedgerError as error:
+            self._ownership.close()
+            raise ownership.explained(error, self.state_dir, self.config.ledger_url) from error
+
     def _start_writer(self, loop: asyncio.AbstractEventLoop) -> Writer:
         def committed(ticket: int) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the last commits have nobody to tell
@@ -136,8 +151,9 @@ class Daemon:
                 loop.call_soon_threadsafe(self._writer_changed, state, reason)
 
         writer = Writer(
-            self.config.ledger_url, socket.gethostname(), os.getpid(), __version__, self.clock, on_commit=committed, on_state=changed
-        )
+            self.config.ledger_url, socket.gethostname(), os.getpid(), __version__, self.clock,
+            on_commit=committed, on_state=changed, announced=self._announced(),
+        )  # fmt: skip
         writer.start()
         return writer
 
@@ -173,41 +189,62 @@ class Daemon:
             clock=self.clock,
         )  # fmt: skip
 
+    def _keeper(self, server: Server, writer: Writer) -> Keeper | None:
+        policy = retention.Policy(self.config.ledger.retention, self.config.ledger.retention_steps)
+        if policy.retention == "keep":
+            return None
+        return Keeper(writer.engine, policy, commit=server.commit, backlog_bytes=lambda: writer.backlog_bytes, clock=self.clock)
+
     async def _history(self, run_id: int, after_step: int) -> tuple[GroupState, ...]:
+        # Behind the record that grants the attempt: from then on neither retention nor a purge takes what is about to be read.
+        await self.server.commit([])
         return await asyncio.to_thread(reader.replay_groups, self._engine, run_id, after_step)
 
-    async def _announce(self, server: Server, public: str, port: int, generation: int) -> None:
+    async def _payloads(self, sample_ids: Sequence[int]) -> dict[int, Payload]:
+        return await asyncio.to_thread(reader.read_payloads, self._engine, sample_ids)
+
+    def _tell_history(self, server: Server, generation: Generation) -> None:
+        """That the ledger is an older one is no secret: it is logged, and its own events say it."""
+        if generation.began:
+            log.warning("the ledger begins another history", reason=generation.began, generation=int(generation))
+            server.write([Event("history_began", 0, f"generation {int(generation)}", generation.began, "{}", self.clock())])
+
+    async def _announce(self, server: Server, public: str, port: int, generation: Generation) -> None:
         """Write the rendezvous file, unless a newer generation has the ledger: a commit tells, and so does the file."""
         ours = asyncio.create_task(server.commit([]))
         stopped = asyncio.create_task(self.stop.wait())
         await asyncio.wait({ours, stopped}, return_when=asyncio.FIRST_COMPLETED)
         for task in (ours, stopped):
             task.cancel()
-        if self.stop.is_set() or self._announced_generation() > generation:
+        if self.stop.is_set() or self._announced().generation > generation:
             return
         listen = self.config.daemon.listen
         host = self.config.daemon.advertise or (socket.gethostname() if listen == "0.0.0.0" else listen)
         endpoint = f"tcp://{host}:{port}"
-        self._rendezvous = keys.Rendezvous(endpoint, public, generation, os.getpid(), socket.gethostname())
+        self._rendezvous = keys.Rendezvous(endpoint, public, int(generation), os.getpid(), socket.gethostname(), generation.uid)
         keys.write_rendezvous(self.state_dir, self._rendezvous)
-        log.info("serving", endpoint=endpoint, generation=generation, ledger=store.parse(self.config.ledger_url).render_as_string())
+        log.info("serving", endpoint=endpoint, generation=int(generation), ledger=store.parse(self.config.ledger_url).render_as_string())
 
     # ---------------------------------------------------------------- who may own runs
 
     def _allow_owners(self) -> None:
         """Enrolled owners, as the files say now; a removed file revokes at once."""
         owners = keys.enrolled_owners(self.state_dir)
-        for gone in set(getattr(self, "_owners", {})) - set(owners):
+        known: dict[str, str] = getattr(self, "_owners", {})
+        for gone in set(known) - set(owners):
             self.keyring.revoke(gone)
-        for public in owners:
-            self.keyring.allow(public, Identity("owner", public))
+        for public, recorded in owners.items():
+            self.keyring.allow(public, Identity("owner", recorded))
+        # The ledger's runs name their owner's key; its reports find the name here.
+        names, told = keys.owner_names(self.state_dir), getattr(self, "_owner_names", {})
+        named = [Event("owner_enrolled", 0, key, name, "{}", self.clock()) for key, name in names.items() if told.get(key) != name]
+        if named:
+            self.server.write(named)
+        self._owner_names: dict[str, str] = names
         self._owners = owners
 
-    def _announced_generation(self) -> int:
-        try:
-            return keys.read_rendezvous(self.state_dir).generation
-        except (DaemonUnavailable, AuthError):
-            return 0
+    def _announced(self) -> Announced:
+        return ownership.announced(self.state_dir)
 
     async def _watch_files(self) -> None:
         """Owners come and go; an older daemon that was slow to die may have overwritten the rendezvous. A fault here ends nothing."""
@@ -215,10 +252,23 @@ class Daemon:
             await asyncio.sleep(2.0)
             try:
                 self._allow_owners()
-                if self._rendezvous is not None and self._announced_generation() < self._rendezvous.generation:
-                    keys.write_rendezvous(self.state_dir, self._rendezvous)
+                self._ownership.claim()
+                self._defend_rendezvous()
             except (OSError, AuthError) as error:
                 log.warning("owners not read again; those known stay", reason=str(error))
+
+
+    def _defend_rendezvous(self) -> None:
+        """An older daemon's announcement is replaced. A newer one ends this daemon, whatever ledger that one writes to."""
+        if self._rendezvous is None:
+            return
+        announced, mine = self._announced().generation, self._rendezvous.generation
+        if announced < mine:
+            keys.write_rendezvous(self.state_dir, self._rendezvous)
+        elif announced > mine:
+            why = f"another daemon owns this ledger now, or has another: generation {announced} was announced in {self.state_dir}"
+            self.failure = Fenced(f"{why}; this daemon's is {mine}", "let only one daemon run on a ledger and a state directory")
+            self.stop.set()
 
 
 def run(config: DaemonConfig, cluster: Cluster | None) -> None:

@@ -52,12 +52,28 @@ class StaleAttempt(Refused):
     """A newer attempt of this run exists; this trainer must stop."""
 
 
+class LedgerRestored(Refused):
+    """The ledger was put back to an earlier state, which does not know this attempt; this trainer must end and be started again."""
+
+
+class CheckpointAhead(Refused):
+    """The checkpoint is of a later step than the ledger's last, `last_step`: an older one may be resumed from."""
+
+    def __init__(self, cause: str, remedy: str, last_step: int) -> None:
+        super().__init__(cause, remedy)
+        self.last_step = last_step
+
+
 class DaemonUnavailable(ScavengerError):
     """No daemon answered within the deadline."""
 
 
 class LedgerError(ScavengerError):
     """The ledger cannot be opened or written."""
+
+
+class LedgerUnavailable(LedgerError):
+    """The ledger cannot be read at this moment; the same read may succeed later (back off and try again)."""
 
 
 class Fenced(LedgerError):

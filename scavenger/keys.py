@@ -4,9 +4,12 @@ Owns the files under `<state_dir>/keys`, `<state_dir>/workers` and `<state_dir>/
 and replaced atomically. Secrets never leave these files: not into argv, environment, comments, scripts or logs.
 
     keys/server.key        the daemon's key pair
+    keys/uid               by what the daemon's jobs are known, once its key was changed (before that the key itself says it)
     keys/owner.key         the key pair of the user who ran `scavenger init` (trainer and reserved engines)
-    keys/owners/NAME.pub   public keys that may own runs (`scavenger enroll`)
-    workers/INTENT.key     minted for one harvested job, bound to its run
+    keys/owners/NAME.pub   public keys that may own runs (`scavenger enroll`), one a line, the newest first; "was KEY": not any more
+    workers/INTENT.key     minted for one harvested job, bound to its run; it dies with the job, so it is never changed
+
+An owner's runs are recorded under the first key that the owner ever had, the last line of NAME.pub: whoever holds a newer one owns them.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from pathlib import Path
 
 import msgspec
 import zmq
+from blake3 import blake3
 
 from scavenger.errors import AuthError, DaemonUnavailable
 
@@ -44,6 +48,7 @@ class Rendezvous(msgspec.Struct, frozen=True):
     generation: int
     pid: int
     host: str
+    uid: str = ""  # of the generation: a number may be used again after an older ledger was restored
 
 
 def generate(run: str = "", intent: str = "") -> KeyPair:
@@ -122,26 +127,107 @@ def worker_key_path(state_dir: Path, intent_id: str) -> Path:
     return state_dir / "workers" / f"{intent_id}.key"
 
 
+def _owner_path(state_dir: Path, name: str) -> Path:
+    if not name.replace("-", "").replace("_", "").isalnum():
+        raise AuthError(f"{name!r} cannot name an owner", "use letters, digits, '-' and '_'")
+    return state_dir / "keys" / "owners" / f"{name}.pub"
+
+
+def _owner_keys(path: Path) -> list[tuple[str, bool]]:
+    """(public key, whether it may connect) of one owner, the newest first."""
+    lines = _read_private(path).decode("ascii", "replace").split("\n")
+    found = [(line.removeprefix("was ").strip(), not line.startswith("was ")) for line in lines if line.strip()]
+    if not found or any(len(key) != Z85_KEY_LENGTH for key, _ in found):
+        raise AuthError(f"{path} does not hold CURVE public keys", "enroll the owner again: `scavenger enroll`")
+    return found
+
+
+def _write_owner(path: Path, owner_keys: list[tuple[str, bool]]) -> None:
+    write_private(path, "".join(f"{'' if allowed else 'was '}{key}\n" for key, allowed in owner_keys).encode())
+
+
 def enrolled_owners(state_dir: Path) -> dict[str, str]:
-    """Public key -> name of everybody who may own runs."""
+    """Public key of everybody who may own runs -> the key that the owner's runs are recorded under."""
     owners: dict[str, str] = {}
     for path in sorted((state_dir / "keys" / "owners").glob("*.pub")):
-        key = _read_private(path).decode("ascii", "replace").strip()
-        if len(key) != Z85_KEY_LENGTH:
-            raise AuthError(f"{path} does not hold a CURVE public key", "enroll the owner again: `scavenger enroll`")
-        owners[key] = path.stem
+        found = _owner_keys(path)
+        owners |= {key: found[-1][0] for key, allowed in found if allowed}
     return owners
 
 
+def owner_names(state_dir: Path) -> dict[str, str]:
+    """The key that an owner's runs are recorded under -> the name that the owner was enrolled under."""
+    files = sorted((state_dir / "keys" / "owners").glob("*.pub"))
+    return {_owner_keys(path)[-1][0]: path.stem for path in files}
+
+
 def enroll(state_dir: Path, name: str, public: str) -> Path:
-    """Allow `public` to own runs under `name`. Returns the file; removing it revokes the permission."""
+    """Allow `public` to own runs under `name`, and no other key. Returns the file; removing it revokes the permission."""
+    path = _owner_path(state_dir, name)
+    _write_owner(path, [(_checked(public), True)])
+    return path
+
+
+def _checked(public: str) -> str:
     if len(public) != Z85_KEY_LENGTH:
         raise AuthError(f"{public!r} is not a CURVE public key in Z85 (40 characters)", "pass the `public` of the owner's key")
-    if not name.replace("-", "").replace("_", "").isalnum():
-        raise AuthError(f"{name!r} cannot name an owner", "use letters, digits, '-' and '_'")
-    path = state_dir / "keys" / "owners" / f"{name}.pub"
-    write_private(path, public.encode() + b"\n")
+    return public
+
+
+# ---------------------------------------------------------------- changing keys
+
+
+def add_owner_key(state_dir: Path, name: str, public: str) -> Path:
+    """A further key for an enrolled owner: both may connect, and the runs are the same owner's. Repeating it changes nothing."""
+    path = _owner_path(state_dir, name)
+    found = _owner_keys(path)
+    if public not in [key for key, _ in found]:
+        _write_owner(path, [(_checked(public), True), *found])
     return path
+
+
+def retire_owner_keys(state_dir: Path, name: str) -> int:
+    """Only the newest key of the owner may connect from now on; live sessions of the others end. Returns how many were retired."""
+    path = _owner_path(state_dir, name)
+    (newest, _), *older = _owner_keys(path)
+    _write_owner(path, [(newest, True), *((key, False) for key, _ in older)])
+    return sum(allowed for _, allowed in older)
+
+
+def rotate_owner(state_dir: Path, name: str) -> Path:
+    """A new key pair for the owner whose key is `keys/owner.key`. Processes that read the old one go on with it until it is retired.
+
+    The new key is enrolled before the file names it, so that a crash in between leaves a key that works.
+    """
+    path = owner_key_path(state_dir)
+    if read_keypair(path).public not in [key for key, allowed in _owner_keys(_owner_path(state_dir, name)) if allowed]:
+        raise AuthError(f"{path} is not a key of owner {name!r}", "name the owner as its file in keys/owners is called")
+    fresh = generate()
+    add_owner_key(state_dir, name, fresh.public)
+    write_keypair(path, fresh)
+    return path
+
+
+def rotate_server(state_dir: Path) -> Path:
+    """A new key pair for the daemon, in use from its next start. Who reconnects reads it from the rendezvous file.
+
+    Its jobs are known by what the first key said: that is written down first.
+    """
+    path = server_key_path(state_dir)
+    write_private(state_dir / "keys" / "uid", site_uid(state_dir, read_keypair(path).public).encode() + b"\n")
+    write_keypair(path, generate())
+    return path
+
+
+def site_uid(state_dir: Path, server_public: str) -> str:
+    """Eight hex digits that tell our jobs from another daemon's. They outlive a change of the daemon's key."""
+    path = state_dir / "keys" / "uid"
+    if not path.exists():
+        return blake3(server_public.encode()).hexdigest()[:8]
+    uid = _read_private(path).decode("ascii", "replace").strip()
+    if len(uid) != 8 or not set(uid) <= set("0123456789abcdef"):
+        raise AuthError(f"{path} does not hold eight hex digits", "restore the file, or remove it: present jobs are then strangers")
+    return uid
 
 
 def init_state(state_dir: Path, owner: str) -> list[Path]:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from scavenger.errors import ConfigError, LedgerError
+from scavenger.errors import LedgerError
 from scavenger.ledger import reader, store
 from scavenger.ledger.reader import SampleRow
+from scavenger.ledger.tokens import load_tokenizer
 
 
 def lines(url: str, run: str, step: int, group: int | None, purpose: str, *, jsonl: bool) -> Iterator[str]:
@@ -28,7 +28,7 @@ def lines(url: str, run: str, step: int, group: int | None, purpose: str, *, jso
                 f"run {run!r} has no {purpose} samples of step {step}" + (f", group {group}" if group is not None else ""),
                 f"its last step is {known.last_step}" if known is not None else "look for its name: scavenger ledger report list",
             )
-        tokenizer = _tokenizer(known.tokenizer if known is not None else "")
+        tokenizer = load_tokenizer(known.tokenizer if known is not None else "")
     finally:
         engine.dispose()
     shown = -1
@@ -41,12 +41,6 @@ def lines(url: str, run: str, step: int, group: int | None, purpose: str, *, jso
             shown = row.group_id
             yield f"group {row.prompt_index} (take {row.take})  prompt: {item['prompt']!r}  meta: {row.meta}"
         yield _line(item)
-
-
-def _tokenizer(path: str) -> Tokenizer:
-    if not Path(path).exists():
-        raise ConfigError(f"the run's tokenizer {path!r} is not there any more", "put it back: answers are kept as token ids")
-    return Tokenizer.from_file(path)
 
 
 def describe(row: SampleRow, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -64,7 +58,8 @@ def describe(row: SampleRow, tokenizer: Tokenizer) -> dict[str, Any]:
         "state": row.state,
         "reason": row.reason,
         "finish": row.finish,
-        "tokens": len(row.tokens),
+        "tokens": row.accepted_len,
+        "contents": row.contents,
         "moves": row.moves,
         "engines": [
             {"worker": x.worker_id, "kind": x.kind, "node": x.node, "job": x.job_id, "from": x.start_len, "to": x.end_len, "end": x.reason}
@@ -77,8 +72,10 @@ def _line(item: dict[str, Any]) -> str:
     def number(value: float | None) -> str:
         return "-" if value is None else f"{value:+.3f}"
 
+    gone = item["contents"] in reader.GONE
+    answer = f"({item['tokens']} tokens, {item['contents']})" if gone else repr(item["answer"])
     engines = " > ".join(f"{e['kind']}@{e['node']}[{e['from']}:{e['to']}]" for e in item["engines"])
     return (
-        f"  {item['index']:>3}  {item['answer']!r:<24} reward {number(item['reward'])}  advantage {number(item['advantage'])}  "
+        f"  {item['index']:>3}  {answer:<24} reward {number(item['reward'])}  advantage {number(item['advantage'])}  "
         f"{item['state']:<10} {item['finish']:<7} moves {item['moves']}  {engines}"
     )

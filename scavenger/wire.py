@@ -23,7 +23,8 @@ import msgspec
 
 from scavenger.errors import WireError
 
-PROTOCOL = 1
+#: 2: a peer says which ledger its leases, its weights and its attempt come from; a reward says which function gave it.
+PROTOCOL = 2
 #: The oldest protocol that a daemon of this version still accepts from a worker.
 OLDEST_PROTOCOL = 1
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -152,6 +153,8 @@ class WorkerHello(Message, frozen=True):
     held: tuple[Held, ...] = ()
     slot: str = ""  # which reserved engine of its training job; a new session in the same slot proves the earlier one dead
     leaving: bool = False  # it greets only to say goodbye: no lease, please
+    loaded_root: bytes = b""  # root hash of `loaded_version`, which is believed only if it is the ledger's too
+    ledger: str = ""  # `Welcome.ledger` of the daemon that granted `held`; "" = none did, or protocol 1
 
 
 class Chunks(Message, frozen=True):
@@ -223,6 +226,7 @@ class Welcome(Message, frozen=True):
     heartbeat_s: float
     flush_ms: float
     flush_tokens: int
+    ledger: str = ""  # the ledger's history: another one than before means that what was leased and loaded under that one is void
 
 
 class Rejected(Message, frozen=True):
@@ -322,6 +326,7 @@ class Attach(Message, frozen=True):
     run: str
     have: tuple[int, ...]
     wants: tuple[int, ...] = ()
+    ledger: str = ""  # `RunOpened.ledger`: in another history of the ledger this attempt was never granted
 
 
 class PublishVersion(Message, frozen=True):
@@ -368,6 +373,7 @@ class SampleOutcome(Part, frozen=True):
     reward: float
     advantage: float
     reason: Words = ""
+    reward_version: Words = ""  # of the function that gave the reward
 
 
 class CommitStep(Message, frozen=True):
@@ -439,14 +445,20 @@ class RunOpened(Message, frozen=True):
     next_version: int
     last_step: int
     versions: tuple[tuple[int, int, bytes], ...]
+    ledger: str = ""
 
 
 class Denied(Message, frozen=True):
-    """The call was refused. `code`: "stale" | "unknown-run" | "not-owner" | "invalid" | "detached"."""
+    """The call was refused. `code`: "stale" | "unknown-run" | "not-owner" | "invalid" | "detached" | "restored" | "ahead".
+
+    "restored": the ledger was put back to an earlier state, in which this attempt does not exist. "ahead": the checkpoint of
+    `resume_step` is later than the ledger, which ends at `last_step`.
+    """
 
     code: str
     reason: str
     remedy: str = ""
+    last_step: int = 0
 
 
 class Accepted(Message, frozen=True):
@@ -478,6 +490,7 @@ class DoneSample(Part, frozen=True):
     moves: int
     reward: float | None = None
     error: str | None = None
+    reward_version: str = ""
 
 
 class GroupDone(Message, frozen=True):

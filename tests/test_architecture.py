@@ -30,6 +30,7 @@ PURE = (
     "scavenger/router/machine*.py",
     "scavenger/router/placement.py",
     "scavenger/router/offload.py",
+    "scavenger/simulate/*.py",
 )
 # A pure module gets time, randomness and the outside world as arguments; so does all that it imports of ours.
 IMPURE_MODULES = {

@@ -24,8 +24,8 @@ import torch
 from scavenger import config as configs
 from scavenger import keys, wire
 from scavenger.client import Client
-from scavenger.config import RunConfig
-from scavenger.errors import ConfigError, ScavengerError, StaleAttempt
+from scavenger.config import RewardSection, RunConfig
+from scavenger.errors import CheckpointAhead, ConfigError, LedgerRestored, ScavengerError, StaleAttempt
 from scavenger.weights.source import WeightSource
 from trainer import checkpoint
 from trainer.comm import Comm, Solo, connect, join, leave
@@ -116,24 +116,51 @@ def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> None:
     spec, how, crash_at = engine_spec(config), sampling(config), crash_step(os.environ.get(CRASH_VARIABLE, ""))
     with ExitStack() as stack:
         reward = config.reward
-        runner = stack.enter_context(RewardRunner(reward.function, timeout_s=reward.timeout_s, retries=reward.retries))
+        runner = stack.enter_context(_runner(reward))
         ranks = Ranks(comm, make_learner(config, comm))
         monitor = Monitor(config.run.out_dir, steps=config.run.steps)
         stack.callback(monitor.close)
-        start = restore(config, ranks, options.resume)
-        run, source = open_run(config, spec, start, stack, local=options.local)
+        start, run, source = begin(config, spec, ranks, stack, options)
         set_aside(config, start, run.attempt)
         scoring = Scoring(runner, tokenizer, reward, config.algorithm, monitor.say)
         loop = Loop(config, run, ranks, source, scoring, problems, how, monitor, start, crash_at)
         try:
             loop.run()
-        except StaleAttempt:
-            raise
+        except (StaleAttempt, LedgerRestored):
+            raise  # the run is another trainer's, or is to be resumed: it stays open
         except BaseException as error:
             close_failed(run, error)
             raise
         run.close_run("finished")
         ranks.stop()
+
+
+def _runner(reward: RewardSection) -> RewardRunner:
+    return RewardRunner(reward.function, timeout_s=reward.timeout_s, retries=reward.retries, version=reward.version)
+
+
+Begun = tuple[Start, Run, Source]
+
+
+def begin(config: RunConfig, spec: wire.EngineSpec, ranks: Ranks, stack: ExitStack, options: argparse.Namespace) -> Begun:
+    """Load a checkpoint and open the run from it. "auto" goes back to the newest one that the ledger knows.
+
+    An older ledger that was restored ends before the newest checkpoints: steps that it does not have cannot be gone on from without
+    leaving their samples unaccounted. Raises `ConfigError` where no checkpoint is old enough.
+    """
+    start = restore(config, ranks, options.resume)
+    while True:
+        try:
+            return (start, *open_run(config, spec, start, stack, local=options.local))
+        except CheckpointAhead as ahead:
+            older = checkpoint.newest(config.run.out_dir, ahead.last_step) if options.resume == "auto" else None
+            if older is None:
+                raise ConfigError(
+                    f"{ahead.cause}, and {config.run.out_dir} has no checkpoint that old",
+                    "restore a newer backup of the ledger, or go on from here as another run: another run.name, with --resume DIR",
+                ) from ahead
+            print(f"{ahead.cause}: going back to {older.name}", flush=True)
+            start = restore(config, ranks, str(older))
 
 
 def check_reach(config: RunConfig, daemon_host: str, this_host: str) -> None:

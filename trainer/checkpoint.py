@@ -152,6 +152,11 @@ def select(out_dir: Path, resume: str) -> Path | None:
     return Path(resume)
 
 
+def newest(out_dir: Path, most: int) -> Path | None:
+    """The newest complete checkpoint of a step up to `most`."""
+    return next((path for path in reversed(found(out_dir)) if read_state(path).step <= most), None)
+
+
 def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -148,7 +148,8 @@ class Loop:
                 waiting.remove(group.group_id)
                 mode = "sampled" if group.prompt_index < len(problems) else "greedy"
                 for sample, reward, why in self._scoring.rewards(group):
-                    outcomes.append(wire.SampleOutcome(sample.sample_id, "masked" if why else "evaluated", reward, 0.0, wire.words(why)))
+                    kind, judge = ("masked", "") if why else ("evaluated", self._scoring.version)
+                    outcomes.append(wire.SampleOutcome(sample.sample_id, kind, reward, 0.0, wire.words(why), judge))
                     if not why:
                         rewards[mode].append(reward)
         metrics = {f"eval_{mode}": math.fsum(found) / len(found) if found else 0.0 for mode, found in rewards.items()}

@@ -11,9 +11,11 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import msgspec
+from blake3 import blake3
 
 from trainer.rewards import Answer, Ask, framed, read_frame
 
@@ -21,6 +23,12 @@ from trainer.rewards import Answer, Ask, framed, read_frame
 def _write(out: BinaryIO, answer: Answer) -> None:
     out.write(framed(msgspec.msgpack.encode(answer)))
     out.flush()
+
+
+def _version(name: str) -> str:
+    """The function's name and a hash of the file of its module, as far as there is one."""
+    path = getattr(sys.modules[name.partition(":")[0]], "__file__", None)
+    return f"{name}@{blake3(Path(path).read_bytes()).hexdigest()[:16]}" if path else name
 
 
 def _load(name: str) -> Callable[[str, str, dict[str, Any]], float]:
@@ -45,10 +53,11 @@ def main(argv: list[str]) -> int:
     os.dup2(2, 1)
     try:
         function = _load(argv[1])
+        version = _version(argv[1])
     except Exception as error:  # noqa: BLE001  importing a user's module may raise anything; the runner reports it
         _write(out, Answer(error=f"{type(error).__name__}: {error}"))
         return 1
-    _write(out, Answer(reward=0.0))
+    _write(out, Answer(reward=0.0, version=version))
     while (payload := read_frame(frames.read)) is not None:
         _write(out, _score(function, msgspec.msgpack.decode(payload, type=Ask)))
     return 0

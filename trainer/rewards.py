@@ -1,8 +1,8 @@
 """Calls a reward function in a process of its own, with a deadline. A failure is never a reward of 0.
 
 Owns the process, its frames (length-prefixed MessagePack over pipes) and the retries; knows no ledger, model or step. What a run does
-with a `RewardError` (`on_reward_error`) is the loop's decision. The function must depend on its arguments alone: results are recorded,
-and a resumed run takes the recorded ones.
+with a `RewardError` (`on_reward_error`) is the loop's decision. The function must depend on its arguments alone: results are recorded
+with the function's version, and a resumed run takes those that were recorded under the same one.
 """
 
 from __future__ import annotations
@@ -48,22 +48,28 @@ class Ask(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """Exactly one of the two is set."""
+    """Either `reward` or `error` is set. `version`: the function's, in the first answer of a process."""
 
     reward: float | None = None
     error: str | None = None
+    version: str = ""
 
 
 _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
 class RewardRunner:
-    """`function` is "module:name", called as name(prompt_text, answer_text, meta) -> float. Use as a context manager."""
+    """`function` is "module:name", called as name(prompt_text, answer_text, meta) -> float. Use as a context manager.
 
-    def __init__(self, function: str, *, timeout_s: float, retries: int) -> None:
+    `version` names what gives the rewards; unless the user named it, it is the function's name and a hash of its module's file.
+    """
+
+    def __init__(self, function: str, *, timeout_s: float, retries: int, version: str = "") -> None:
         if function.count(":") != 1:
             raise ConfigError(f"reward.function = {function!r} is not a function's name", 'write "module:function"')
         self._function = function
+        self._named = version
+        self.version = version
         self._timeout_s = timeout_s
         self._retries = retries
         self._process: subprocess.Popen[bytes] | None = None
@@ -110,6 +116,7 @@ class RewardRunner:
         if ready.error is not None:
             self.close()
             raise ConfigError(f"reward.function = {self._function!r}: {ready.error}", "the trainer's Python must be able to import it")
+        self.version = self._named or ready.version
 
     def _call(self, ask: Ask) -> float:
         if self._process is None:

@@ -26,6 +26,10 @@ from trainer.data import Problem
 class Scorer(Protocol):
     """What calls the reward function: `rewards.RewardRunner`, or the function itself in the single-process mode."""
 
+    @property
+    def version(self) -> str:
+        """Of the function that gave the last reward."""
+
     def score(self, prompt: str, answer: str, meta: dict[str, Any]) -> float: ...
 
 
@@ -53,11 +57,18 @@ class Scoring:
         self._mask_errors = reward.on_reward_error == "mask"
         self._algorithm = algorithm
         self._say = say
+        self._told: set[str] = set()
+
+    @property
+    def version(self) -> str:
+        """Of the function that gave the rewards: recorded ones are taken only of the same."""
+        return self._scorer.version
 
     def rewards(self, group: wire.GroupDone) -> list[tuple[wire.DoneSample, float, str]]:
         """(sample, reward, "") of each sample in index order; reward NaN and the reason where it is masked.
 
-        A reward that an earlier attempt recorded is taken as it is. Raises `RewardError` unless errors are masked.
+        A reward that an earlier attempt recorded is taken as it is, if the same version of the function gave it; else the sample is
+        scored again, which is said once. Raises `RewardError` unless errors are masked.
         """
         prompt = self._text(group.prompt)
         meta = json.loads(group.meta)
@@ -67,13 +78,21 @@ class Scoring:
         if sample.error is not None:
             return self._masked(sample, f"poisoned: {sample.error}")
         if sample.reward is not None and not math.isnan(sample.reward):
-            return sample.reward, ""
+            if sample.reward_version == self.version:
+                return sample.reward, ""
+            self._tell_rescored(sample)
         try:
             return self._scorer.score(prompt, self._text(sample.tokens), meta), ""
         except RewardError as error:
             if not self._mask_errors:
                 raise
             return self._masked(sample, error.cause)
+
+    def _tell_rescored(self, sample: wire.DoneSample) -> None:
+        if sample.reward_version not in self._told:
+            self._told.add(sample.reward_version)
+            before = f"{sample.reward_version!r} gave" if sample.reward_version else "a version that was not noted gave"
+            self._say(f"scored again by {self.version!r}: sample {sample.sample_id} and others whose recorded reward {before}")
 
     def _masked(self, sample: wire.DoneSample, reason: str) -> tuple[float, str]:
         self._say(f"sample {sample.sample_id} is masked: {reason}")
@@ -96,7 +115,7 @@ class Scoring:
                 outcomes.append(wire.SampleOutcome(sample.sample_id, "masked", math.nan, 0.0, wire.words(why)))
                 continue
             kind = "consumed" if trained else "filtered"
-            outcomes.append(wire.SampleOutcome(sample.sample_id, kind, reward, advantage, "" if trained else found.reason))
+            outcomes.append(wire.SampleOutcome(sample.sample_id, kind, reward, advantage, "" if trained else found.reason, self.version))
             if trained:
                 rows.append(_row(group, sample, advantage))
         kept = [(sample, reward) for sample, reward, why in scored if not why]

@@ -207,7 +207,8 @@ def _submit(
     have = Counter(job.run_id for job in serving)
     deficit = {d.run_id: allotted[d.run_id] - have[d.run_id] for d in demand}
     if not any(missing > 0 for missing in deficit.values()):
-        return [], ""
+        capped = sum(d.engines for d in demand) > sum(allotted.values())
+        return [], f"max_engines = {limits.max_engines} is reached" if capped else ""
     partition = view.partition(limits.partition)
     if partition is None or not partition.up:
         return [], f"partition {limits.partition} is {'down' if partition else 'not there'}"

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
-from scavenger.errors import LedgerError
+from scavenger.errors import LedgerError, LedgerUnavailable
 from scavenger.ledger import queries
 from scavenger.ledger import records as r
 from scavenger.ledger.faults import FINAL, REMEDIES, classify, explain
@@ -54,9 +54,11 @@ class SampleRow(msgspec.Struct, frozen=True):
     advantage: float | None
     moves: int
     regenerated: int
+    accepted_len: int
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
+    contents: str  # "", or what became of the tokens: compacted | dropped | purged
     meta: str
     leases: tuple[LeaseSpan, ...]
 
@@ -112,6 +114,8 @@ def join_chunks(sample_id: int, pieces: Iterable[Piece], length: int) -> Payload
     return tokens, logprobs, raw_logprobs
 
 
+#: Samples named in one statement: SQLite takes 32,766 parameters at most, and a long list is slow to parse.
+_MOST_NAMED = 500
 _RESTORE = "run `scavenger ledger check`, and restore the last backup if it finds more"
 
 
@@ -142,13 +146,17 @@ def _reading(engine: sa.Engine) -> Iterator[sa.Connection]:
                 yield connection
     except sa.exc.DBAPIError as error:
         state = classify(error)
-        remedy = "" if state in FINAL else REMEDIES[state]
-        raise LedgerError(f"the ledger cannot be read: {explain(error)}", remedy) from error
+        why = f"the ledger cannot be read: {explain(error)}"
+        raise LedgerError(why) if state in FINAL else LedgerUnavailable(why, REMEDIES[state]) from error
 
 
 def _ask(connection: sa.Connection, query: str, /, **parameters: Any) -> Iterator[Mapping[str, Any]]:
     result = connection.execute(sa.text(queries.load(query)), parameters)
     return (dict(row) for row in result.mappings())
+
+
+def _tuples(connection: sa.Connection, query: str, /, **parameters: Any) -> Iterable[Sequence[Any]]:
+    return connection.execute(sa.text(queries.load(query)), parameters).all()
 
 
 def rows(engine: sa.Engine, sql: str, params: Mapping[str, Any] | None = None) -> Table:
@@ -159,7 +167,7 @@ def rows(engine: sa.Engine, sql: str, params: Mapping[str, Any] | None = None) -
 
 
 def read_snapshot(engine: sa.Engine) -> r.Snapshot:
-    """Everything a restarted daemon needs, in one consistent view. Raises `LedgerError` naming a sample whose chunks do not join."""
+    """Everything a restarted daemon needs, in one consistent view: lengths, no tokens. Raises `LedgerError`."""
     with _reading(engine) as connection:
         runs = _runs(connection)
         groups: list[r.GroupState] = []
@@ -180,6 +188,23 @@ def replay_groups(engine: sa.Engine, run_id: int, after_step: int) -> tuple[r.Gr
     """A run's groups that are not final for a resume from the checkpoint of `after_step`, which may be older than those kept."""
     with _reading(engine) as connection:
         return tuple(_groups(connection, run_id, after_step))
+
+
+def read_payloads(engine: sa.Engine, sample_ids: Sequence[int]) -> dict[int, Payload]:
+    """The accepted tokens of samples with their logprobs; a sample that has no row is not in the answer.
+
+    Raises `LedgerUnavailable` when the ledger cannot be read now, `LedgerError` naming a sample whose chunks do not add up to its length.
+    """
+    query = sa.text(queries.load("payloads")).bindparams(sa.bindparam("sample_ids", expanding=True))
+    lengths: dict[int, int] = {}
+    pieces: dict[int, list[Piece]] = defaultdict(list)
+    with _reading(engine) as connection:
+        for first in range(0, len(sample_ids), _MOST_NAMED):
+            for sample_id, length, *piece in connection.execute(query, {"sample_ids": list(sample_ids[first : first + _MOST_NAMED])}):
+                lengths[sample_id] = length
+                if piece[0] is not None:
+                    pieces[sample_id].append((piece[0], piece[1], piece[2], piece[3]))
+    return {sample_id: join_chunks(sample_id, pieces[sample_id], length) for sample_id, length in lengths.items()}
 
 
 def run_by_name(engine: sa.Engine, name: str) -> RunRow | None:
@@ -243,46 +268,37 @@ def _runs(connection: sa.Connection) -> list[r.RunState]:
 
 
 def _groups(connection: sa.Connection, run_id: int, final: int) -> Iterator[r.GroupState]:
+    # A hundred thousand samples are read here while a fleet waits: plain rows, in the order of the records' fields.
     wanted = {"run_id": run_id, "final_step": final}
-    samples = list(_ask(connection, "snapshot_samples", **wanted))
-    payloads = _payloads(samples, _ask(connection, "snapshot_chunks", **wanted))
-    leases = {row["sample_id"]: row for row in _ask(connection, "snapshot_leases", **wanted)}
     members: dict[int, list[r.SampleState]] = defaultdict(list)
-    for row in samples:
-        members[row["group_id"]].append(_sample(row, payloads[row["sample_id"]], leases.get(row["sample_id"])))
-    for row in _ask(connection, "snapshot_groups", **wanted):
-        group = row["group_id"]
-        created = _struct(r.GroupCreated, row, version="created_version", at="created_at")
-        if len(members[group]) != created.n:
-            raise LedgerError(f"group {group} has {len(members[group])} samples instead of {created.n}", _RESTORE)
-        yield r.GroupState(created, row["version"], tuple(members[group]))
+    state = r.SampleState
+    for group_id, epoch, held_by, held_version, sample_id, index, name, *rest in _tuples(connection, "snapshot_samples", **wanted):
+        moves, length, finish, reward, ended_step, ended_attempt, reason, reward_version = rest
+        lease = None if held_by is None else (epoch, held_by, held_version)
+        members[group_id].append(
+            state(sample_id, index, name, epoch, moves, length, finish, reward, lease, ended_step, ended_attempt, reason, reward_version)
+        )  # fmt: skip
+    for version, *made in _tuples(connection, "snapshot_groups", **wanted):
+        created = r.GroupCreated(*made)
+        samples = members[created.group_id]
+        if len(samples) != created.n:
+            raise LedgerError(f"group {created.group_id} has {len(samples)} samples instead of {created.n}", _RESTORE)
+        yield r.GroupState(created, version, tuple(samples))
 
 
 def _payloads(samples: Sequence[Mapping[str, Any]], chunks: Iterable[Mapping[str, Any]]) -> dict[int, Payload]:
     pieces: dict[int, list[Piece]] = defaultdict(list)
     for row in chunks:
         pieces[row["sample_id"]].append((row["start_len"], row["tokens"], row["logprobs"], row["raw_logprobs"]))
-    return {row["sample_id"]: join_chunks(row["sample_id"], pieces[row["sample_id"]], row["accepted_len"]) for row in samples}
+    return {
+        row["sample_id"]: _GONE if row["contents"] in GONE else join_chunks(row["sample_id"], pieces[row["sample_id"]], row["accepted_len"])
+        for row in samples
+    }
 
 
-def _sample(row: Mapping[str, Any], payload: Payload, lease: Mapping[str, Any] | None) -> r.SampleState:
-    tokens, logprobs, raw_logprobs = payload
-    return r.SampleState(
-        sample_id=row["sample_id"],
-        index=row["sample_index"],
-        state=row["state"],
-        epoch=row["epoch"],
-        moves=row["moves"],
-        tokens=tokens,
-        logprobs=logprobs,
-        raw_logprobs=raw_logprobs,
-        finish=row["finish"],
-        reward=row["reward"],
-        lease=None if lease is None else (lease["epoch"], lease["worker_id"], lease["version"]),
-        ended_step=row["ended_step"],
-        ended_attempt=row["ended_attempt"],
-        reason=row["reason"],
-    )
+#: `samples.contents` of a sample whose tokens are not there any more.
+GONE = frozenset({"dropped", "purged"})
+_GONE: Payload = (b"", b"", b"")
 
 
 def _job(row: Mapping[str, Any]) -> r.JobState:
@@ -316,6 +332,7 @@ def _sample_row(row: Mapping[str, Any], payload: Payload, leases: Sequence[Lease
         dict(row)
         | {
             "index": row["sample_index"],
+            "contents": row["contents"] or "",
             "prompt": unpack_tokens(row["prompt"]),
             "tokens": unpack_tokens(payload[0]),
             "logprobs": unpack_logprobs(payload[1]),

@@ -176,6 +176,7 @@ class SampleEnded(Record, frozen=True):
     reward: float | None
     advantage: float | None
     at: float
+    reward_version: str = ""  # of the function that gave the reward
 
 
 class SampleReopened(Record, frozen=True):
@@ -183,6 +184,19 @@ class SampleReopened(Record, frozen=True):
 
     sample_id: int
     attempt: int
+    at: float
+
+
+class ContentsReduced(Record, frozen=True):
+    """Final samples' chunks become one row a lease: `to` "compacted" with their payload, "dropped" without.
+
+    `attempt`: the run's newest when this was planned. A later one may resume from where these samples are wanted: then nothing is done.
+    """
+
+    run_id: int
+    attempt: int
+    sample_ids: tuple[int, ...]
+    to: str
     at: float
 
 
@@ -328,7 +342,7 @@ class RunState(msgspec.Struct, frozen=True):
 
 
 class SampleState(msgspec.Struct, frozen=True):
-    """A sample of a group that may still be delivered. Payloads are the accepted chunks joined in order of their offset.
+    """A sample of a group that may still be delivered. `length`: its accepted tokens; what they are is read when it is needed.
 
     `state`: "open" (not complete), "complete", or an end that a replay may reopen. `lease`: the open lease's (epoch, worker_id, version).
     `epoch`: the highest ever granted.
@@ -339,15 +353,14 @@ class SampleState(msgspec.Struct, frozen=True):
     state: str
     epoch: int
     moves: int
-    tokens: bytes
-    logprobs: bytes
-    raw_logprobs: bytes
+    length: int
     finish: str
     reward: float | None
     lease: tuple[int, int, int] | None
     ended_step: int = 0
     ended_attempt: int = 0
     reason: str = ""  # why it ended
+    reward_version: str = ""
 
 
 class GroupState(msgspec.Struct, frozen=True):

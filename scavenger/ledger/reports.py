@@ -29,7 +29,9 @@ _WIDTH = 200
 
 
 def report(url: str, name: str, format: Format = "table") -> str:
-    """The answer of `sql/reports/<name>.sql` as text. Raises `LedgerError` for an unknown report, format or ledger.
+    """The answer of `sql/reports/<name>.sql` as text.
+
+    Raises `LedgerError` for an unknown report, format or ledger, and for a ledger of another release, which may lack what it reads.
 
     "table" shows times (columns ending in `_unix_s`) as UTC dates; "csv" and "json" keep Unix seconds.
     """
@@ -38,6 +40,8 @@ def report(url: str, name: str, format: Format = "table") -> str:
         raise LedgerError(f"there is no format {format!r}", f"choose one of: {', '.join(_FORMATS)}")
     engine = open_readonly(url)
     try:
+        if found := _check_revision(engine):
+            raise LedgerError(f"the ledger cannot be reported on: {found[0]}", "look at daemon.ledger and daemon.state_dir")
         return _FORMATS[format](queries.question(sql), rows(engine, sql))
     finally:
         engine.dispose()
@@ -55,11 +59,18 @@ def check(url: str) -> list[str]:
 
 
 def _check_revision(engine: sa.Engine) -> list[str]:
-    if not sa.inspect(engine).has_table("alembic_version"):
+    ((there,),) = rows(engine, _HAS_REVISION[engine.dialect.name]).rows
+    if not there:
         return ["it has no tables: no daemon was started on it"]
     (current,) = rows(engine, "SELECT max(version_num) FROM alembic_version").rows[0]
     wanted = head()
     return [] if current == wanted else [f"its schema is at revision {current}, not {wanted}: start this release's daemon on it"]
+
+
+_HAS_REVISION = {
+    "sqlite": "SELECT count(*) FROM sqlite_master WHERE name = 'alembic_version'",
+    "postgresql": "SELECT count(to_regclass('alembic_version'))",
+}
 
 
 def _check_storage(engine: sa.Engine) -> list[str]:

@@ -38,6 +38,11 @@ def _text(name: str, **options: Any) -> Column[str]:
     return Column(name, Text, nullable=False, **options)
 
 
+def _later_text(name: str) -> Column[str]:
+    """A column that a later revision added: rows of before have ""."""
+    return Column(name, Text, nullable=False, server_default=sa.text("''"))
+
+
 def _time(name: str) -> Column[float]:
     return Column(name, Double, nullable=False)
 
@@ -65,6 +70,8 @@ generations = Table(
     _time("committed_at"),
     _int("batch"),
     _maybe_time("superseded_at"),
+    _later_text("uid"),  # random: numbers are used again after an older ledger was restored, this is not
+    _later_text("timeline"),  # the ledger's history: the same in all generations, until an older ledger is restored
 )
 
 # ---------------------------------------------------------------- runs
@@ -87,6 +94,7 @@ runs = Table(
     _int("resume_step"),  # derived: of the newest attempt
     _int("last_step"),  # derived: the last surviving train step
     _int("last_version"),  # derived: the highest published, 0 = none
+    _maybe_time("purged_at"),  # when `ledger purge` took the contents of what it had generated until then
     Index("ix_runs_name", "name"),
     Index("ix_runs_state", "state"),
 )
@@ -168,6 +176,7 @@ groups = Table(
     _time("created_at"),
     _int("delivered_attempt"),  # 0 = never delivered
     _maybe_time("delivered_at"),
+    Column("purged_prompt_tokens", Int, nullable=True),  # the prompt's length, once a purge emptied it
     Index("ix_groups_run", "run_id", "purpose", "step"),
 )
 
@@ -192,6 +201,9 @@ samples = Table(
     _int("ended_attempt"),
     _maybe_time("finished_at"),
     _maybe_time("ended_at"),
+    # null: its chunks are as they came; else what retention made of them: compacted | dropped | purged
+    Column("contents", Text, nullable=True),
+    _later_text("reward_version"),  # of the function that gave the reward; "" = none gave one, or before it was noted
     Index("ix_samples_group", "group_id"),
     # Finds the few that are in flight, or that a replay may need, among millions that are final.
     Index("ix_samples_state", "state", "run_id", "ended_step"),
@@ -210,6 +222,7 @@ sample_ends = Table(
     Column("reward", Double, nullable=True),
     Column("advantage", Double, nullable=True),
     _time("at"),
+    _later_text("reward_version"),
     Index("ix_sample_ends_sample", "sample_id"),
 )
 
@@ -229,8 +242,9 @@ leases = Table(
     Index("ix_leases_worker", "worker_id"),
 )
 
-#: The hot table: appended to and read, never updated. It has no unique key but the row number, because a unique composite key
-#: costs several times the insert itself; that offsets join up is proved by the core, by every snapshot and by `ledger check`.
+#: The hot table: appended to and read; only retention and a purge touch rows, of samples that are final. It has no unique key but the
+#: row number, because a unique composite key costs several times the insert itself; that offsets join up is proved by the core, by
+#: every snapshot, by compaction and by `ledger check`. Three empty payloads: the sample's contents were dropped or purged.
 chunks = Table(
     "chunks",
     metadata,

@@ -133,7 +133,7 @@ def _kind(*statements: Statement, creates: str = "", uses: str = "", sets: str =
 
 # ---------------------------------------------------------------- the table
 
-_END = "sample_id state reason step attempt reward advantage at"
+_END = "sample_id state reason step attempt reward advantage at reward_version"
 _JOB_STATE = "state flags reason node restart_count"
 
 KINDS: dict[type[Record], Kind] = {
@@ -197,7 +197,7 @@ KINDS: dict[type[Record], Kind] = {
         _insert(
             t.samples, _new_samples,
             **_same(t.samples, "sample_id group_id run_id"), sample_index=":index",
-            state="open", reason="", finish="", accepted_len=0, epoch=0, moves=0, worker_id=0, regenerated=0,
+            state="open", reason="", finish="", reward_version="", accepted_len=0, epoch=0, moves=0, worker_id=0, regenerated=0,
             ended_step=0, ended_attempt=0,
         ),
         creates="groups samples",
@@ -234,6 +234,8 @@ KINDS: dict[type[Record], Kind] = {
         _update(t.samples, "sample_id", _lengths, accepted_len=_at_least(t.samples.c.accepted_len, "length")),
         creates="chunks", uses="samples",
     ),
+    # Its statements depend on what the chunks hold: `reduce` runs them. No attempt may be granted in between, no chunk follow.
+    r.ContentsReduced: _kind(uses="samples chunks leases", sets="samples.state runs.attempt"),
     r.SampleFinished: _kind(
         _update(
             t.samples, "sample_id",
@@ -244,7 +246,7 @@ KINDS: dict[type[Record], Kind] = {
     r.SampleEnded: _kind(
         _insert(t.sample_ends, **_same(t.sample_ends, _END)),
         _update(
-            t.samples, "sample_id", **_same(t.samples, "state reason reward advantage"),
+            t.samples, "sample_id", **_same(t.samples, "state reason reward advantage reward_version"),
             ended_step=":step", ended_attempt=":attempt", ended_at=":at",
         ),
         creates="sample_ends", uses="samples", sets="samples.state",
@@ -252,7 +254,7 @@ KINDS: dict[type[Record], Kind] = {
     r.SampleReopened: _kind(
         _insert(
             t.sample_ends, **_same(t.sample_ends, "sample_id attempt at"),
-            state="reopened", reason="", step=0, reward=None, advantage=None,
+            state="reopened", reason="", step=0, reward=None, advantage=None, reward_version="",
         ),
         _update(t.samples, "sample_id", state="complete", reason="", ended_step=0, ended_attempt=0, ended_at=None, advantage=None),
         creates="sample_ends", uses="samples", sets="samples.state",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -185,14 +186,27 @@ def _schema_transaction(url: str) -> Iterator[Config]:
         engine.dispose()
 
 
-def upgrade(url: str, revision: str = "head") -> None:
-    """Bring the ledger's schema up to `revision`, in one transaction. Does nothing when it is there already.
+def upgrade(url: str, revision: str = "head") -> tuple[str, str]:
+    """Bring the ledger's schema up to `revision`, in one transaction; returns the revisions before ("" = no tables) and after.
 
-    Raises `LedgerError` for a ledger that a newer release has upgraded.
+    Does nothing when it is there already. Else it ends the generation of whoever writes: a daemon that runs knows the tables as they
+    were, so its next commit is fenced and it stops. Raises `LedgerError` for a ledger that a newer release has upgraded.
     """
     with _schema_transaction(url) as config:
-        _require_known(config.attributes["connection"])
+        connection: sa.Connection = config.attributes["connection"]
+        _require_known(connection)
+        before = MigrationContext.configure(connection).get_current_revision() or ""
+        if before and before != ScriptDirectory.from_config(config).get_revision(revision).revision:
+            _end_generations(connection)
         command.upgrade(config, revision)
+        return before, MigrationContext.configure(connection).get_current_revision() or ""
+
+
+def _end_generations(connection: sa.Connection) -> None:
+    """As `transaction.grant_generation` does, in words that every revision of the table understands."""
+    if connection.dialect.name == "postgresql":
+        connection.exec_driver_sql("LOCK TABLE generations IN SHARE ROW EXCLUSIVE MODE")
+    connection.execute(sa.text("UPDATE generations SET superseded_at = :now WHERE superseded_at IS NULL"), {"now": time.time()})
 
 
 def downgrade(url: str, revision: str) -> None:

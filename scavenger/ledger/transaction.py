@@ -1,21 +1,29 @@
-"""One transaction of the writer: fence, then records. Owns generations; knows no thread, queue or retry.
+"""One transaction of the writer: fence, then records. Owns generations and histories; knows no thread, queue or retry.
 
 Every transaction begins by moving `batch` from n to n + 1 on the row of its own generation, unless that row is superseded. This
 
 - fences: granting a generation supersedes the older rows, and waits for the transactions that hold them;
 - takes the write lock first, so that no transaction fails half-way for it;
 - makes a repeated transaction harmless: after a commit whose answer was lost, `batch` is n + 1 already.
+
+A *timeline* is one history of the ledger. A ledger that was restored from a backup goes on in another one: every id and number that
+was given out after the backup is given out again. The new generation is numbered beyond all that were ever announced, and has a
+random `uid`, so a daemon of the other history is fenced here too, should it reach this database. `timeline` goes to workers and
+trainers, who void what the other history gave them.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import sqlalchemy as sa
 
 from scavenger.errors import Fenced, LedgerError
 from scavenger.ledger.bulk import append_chunks
-from scavenger.ledger.records import ChunkAccepted, Record
+from scavenger.ledger.records import ChunkAccepted, ContentsReduced, Record
+from scavenger.ledger.reduce import reduce_contents
 from scavenger.ledger.schema import generations
 from scavenger.ledger.statements import KINDS, Statement, arrange, describe
 from scavenger.ledger.store import BEGIN, require_head
@@ -23,11 +31,41 @@ from scavenger.ledger.store import BEGIN, require_head
 _g = generations.c
 _ADVANCE = (
     sa.update(generations)
-    .where(_g.generation == sa.bindparam("mine"), _g.batch == sa.bindparam("before"), _g.superseded_at.is_(None))
+    .where(
+        _g.generation == sa.bindparam("mine"), _g.uid == sa.bindparam("my_uid"), _g.batch == sa.bindparam("before"),
+        _g.superseded_at.is_(None),
+    )
     .values(batch=_g.batch + 1, committed_at=sa.bindparam("now", type_=sa.Double))
 )
-_MINE = sa.select(_g.batch, _g.superseded_at).where(_g.generation == sa.bindparam("mine"))
-_NEWEST = sa.select(_g.generation, _g.host, _g.pid).order_by(_g.generation.desc()).limit(1)
+_MINE = sa.select(_g.batch, _g.superseded_at).where(_g.generation == sa.bindparam("mine"), _g.uid == sa.bindparam("my_uid"))
+_NEWEST = sa.select(generations).order_by(_g.generation.desc()).limit(1)
+_FIRST = sa.select(_g.timeline).order_by(_g.generation).limit(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Announced:
+    """The newest generation that the rendezvous file tells of; the default says that there was none."""
+
+    generation: int = 0
+    uid: str = ""
+
+
+NOBODY = Announced()
+
+
+class Generation(int):
+    """A generation's number, with what else was granted. `began`: why a new history begins with it, "" when none does."""
+
+    uid: str
+    timeline: str
+    restored: bool  # this history began with a backup
+    began: str
+
+    @classmethod
+    def of(cls, number: int, uid: str, timeline: str, *, restored: bool, began: str) -> Generation:
+        made = cls(number)
+        made.uid, made.timeline, made.restored, made.began = uid, timeline, restored, began
+        return made
 
 
 def open_connection(engine: sa.Engine) -> sa.Connection:
@@ -35,25 +73,60 @@ def open_connection(engine: sa.Engine) -> sa.Connection:
     return engine.connect().execution_options(**{BEGIN: "IMMEDIATE"})
 
 
-def grant_generation(engine: sa.Engine, host: str, pid: int, code_version: str, now: float) -> int:
+def grant_generation(
+    engine: sa.Engine, host: str, pid: int, code_version: str, now: float, announced: Announced = NOBODY
+) -> Generation:
     """Become the ledger's only writer: supersede every older generation and return the new one.
 
     Raises `LedgerError` unless the schema is current; what the driver raises passes through.
     """
     with open_connection(engine) as connection, connection.begin():
         require_head(connection)
-        if connection.dialect.name == "postgresql":
-            # Waits for every transaction that advanced its row, and keeps out new ones until we commit.
-            connection.exec_driver_sql("LOCK TABLE generations IN SHARE ROW EXCLUSIVE MODE")
-        connection.execute(sa.update(generations).where(_g.superseded_at.is_(None)).values(superseded_at=now))
-        newest = connection.execute(sa.select(sa.func.max(_g.generation))).scalar()
-        mine = int(newest or 0) + 1
-        row = {"generation": mine, "host": host, "pid": pid, "code_version": code_version}
-        connection.execute(sa.insert(generations).values(**row, started_at=now, committed_at=now, batch=0))
-    return mine
+        granted = _grant(connection, now, announced)
+        row = {"generation": int(granted), "uid": granted.uid, "timeline": granted.timeline, "host": host, "pid": pid}
+        connection.execute(sa.insert(generations).values(**row, code_version=code_version, started_at=now, committed_at=now, batch=0))
+    return granted
 
 
-def commit_batch(connection: sa.Connection, generation: int, batch: int, records: Sequence[Record], now: float) -> bool:
+def begin_history(connection: sa.Connection, pid: int, host: str, why: str, now: float, announced: Announced, floor: int = 0) -> Generation:
+    """Within a transaction: fence every generation and begin another history, in which nobody writes yet.
+
+    `floor`: a generation known from elsewhere; the next daemon's is beyond it.
+    """
+    beyond = Announced(max(announced.generation, floor), announced.uid)
+    granted = _grant(connection, now, beyond, why)
+    row = {"generation": int(granted), "uid": granted.uid, "timeline": granted.timeline, "host": host, "pid": pid, "code_version": why}
+    connection.execute(sa.insert(generations).values(**row, started_at=now, committed_at=now, batch=0, superseded_at=now))
+    return granted
+
+
+def _grant(connection: sa.Connection, now: float, announced: Announced, why: str = "") -> Generation:
+    """Supersede all generations; what the next one is. `why` begins another history whatever was announced."""
+    if connection.dialect.name == "postgresql":
+        # Waits for every transaction that advanced its row, and keeps out new ones until we commit.
+        connection.exec_driver_sql("LOCK TABLE generations IN SHARE ROW EXCLUSIVE MODE")
+    connection.execute(sa.update(generations).where(_g.superseded_at.is_(None)).values(superseded_at=now))
+    newest = connection.execute(_NEWEST).one_or_none()
+    number = max(newest.generation if newest is not None else 0, announced.generation) + 1
+    uid, fresh = secrets.token_hex(8), secrets.token_hex(8)
+    if newest is None:
+        return Generation.of(number, uid, fresh, restored=False, began="")
+    began = why or _contradiction(connection, newest.generation, announced)
+    timeline = fresh if began else newest.timeline
+    return Generation.of(number, uid, timeline, restored=timeline != connection.execute(_FIRST).scalar(), began=began)
+
+
+def _contradiction(connection: sa.Connection, newest: int, announced: Announced) -> str:
+    """Why this ledger cannot be the one that the announced daemon wrote, as it wrote it; "" when it can."""
+    if announced.generation > newest:
+        return f"generation {announced.generation} was announced, and this ledger ends at {newest}: it is an older one or another"
+    known = connection.execute(sa.select(_g.uid).where(_g.generation == announced.generation)).scalar()
+    if announced.uid and known is not None and known != announced.uid:
+        return f"generation {announced.generation} was announced, and is another daemon in this ledger: it is of another history"
+    return ""
+
+
+def commit_batch(connection: sa.Connection, generation: Generation, batch: int, records: Sequence[Record], now: float) -> bool:
     """Write `records` as transaction number `batch` (from 1 on) of `generation`; returns once they are durable.
 
     False: that transaction was committed by an earlier try. Raises `Fenced`, `LedgerError` for a record that matches no row, or
@@ -67,13 +140,16 @@ def commit_batch(connection: sa.Connection, generation: int, batch: int, records
                 _run(connection, statement, same)
             if kind is ChunkAccepted:
                 append_chunks(connection, [record for record in same if isinstance(record, ChunkAccepted)])
+            elif kind is ContentsReduced:
+                reduce_contents(connection, [record for record in same if isinstance(record, ContentsReduced)])
     return True
 
 
-def _advance(connection: sa.Connection, generation: int, batch: int, now: float) -> bool:
-    if connection.execute(_ADVANCE, {"mine": generation, "before": batch - 1, "now": now}).rowcount == 1:
+def _advance(connection: sa.Connection, generation: Generation, batch: int, now: float) -> bool:
+    me = {"mine": int(generation), "my_uid": generation.uid}
+    if connection.execute(_ADVANCE, me | {"before": batch - 1, "now": now}).rowcount == 1:
         return True
-    mine = connection.execute(_MINE, {"mine": generation}).one_or_none()
+    mine = connection.execute(_MINE, me).one_or_none()
     # Asked first: a transaction that was committed before its writer was superseded is durable.
     if mine is not None and mine.batch == batch:
         return False
@@ -81,6 +157,9 @@ def _advance(connection: sa.Connection, generation: int, batch: int, now: float)
     owner = f"generation {newest.generation} (host {newest.host}, pid {newest.pid})" if newest is not None else "nobody"
     if mine is not None and mine.superseded_at is None:
         raise LedgerError(f"generation {generation} is at batch {mine.batch} of the ledger, not at {batch - 1}", "restart the daemon")
+    if mine is None:
+        why = f"this daemon's generation {generation} never was in this ledger, which was restored: {owner} owns it"
+        raise Fenced(why, "stop this daemon")
     raise Fenced(f"this daemon's generation {generation} of the ledger is over: {owner} owns it", "stop this daemon")
 
 

@@ -24,7 +24,7 @@ from scavenger.ledger.faults import FINAL, REMEDIES, TRANSITIONS, WriterState, c
 from scavenger.ledger.records import Record
 from scavenger.ledger.statements import weigh
 from scavenger.ledger.store import open_engine
-from scavenger.ledger.transaction import commit_batch, grant_generation, open_connection
+from scavenger.ledger.transaction import NOBODY, Announced, Generation, commit_batch, grant_generation, open_connection
 
 __all__ = ["Backoff", "Writer", "WriterState"]
 
@@ -73,9 +73,11 @@ class Writer:
         on_state: Callable[[WriterState, str], None] = _ignore_state,
         backoff: Backoff = Backoff(),
         max_batch_bytes: int = MAX_BATCH_BYTES,
+        announced: Announced = NOBODY,
     ) -> None:
         self.engine: sa.Engine = open_engine(url)
         self._identity = (host, pid, code_version)
+        self._announced = announced
         self._now = now
         self._on_commit, self._on_state = on_commit, on_state
         self._backoff = backoff
@@ -91,19 +93,19 @@ class Writer:
         self._state = WriterState.CLOSED
         self._reason = "not started"
 
-        self._generation = 0
+        self._generation = Generation.of(0, "", "", restored=False, began="")
         self._batch = 0
         self._thread: threading.Thread | None = None
 
     # ------------------------------------------------------------ for the daemon
 
-    def start(self) -> int:
+    def start(self) -> Generation:
         """Take the ledger over and start writing; returns the new generation. Call once.
 
         Raises `LedgerError` when the ledger cannot be opened now or its schema is not current.
         """
         try:
-            self._generation = grant_generation(self.engine, *self._identity, self._now())
+            self._generation = grant_generation(self.engine, *self._identity, self._now(), self._announced)
         except sa.exc.DBAPIError as error:
             state = classify(error)
             raise LedgerError(f"the ledger cannot be taken over: {explain(error)}", REMEDIES.get(state, "")) from error
@@ -155,7 +157,12 @@ class Writer:
 
     @property
     def generation(self) -> int:
-        """The generation granted by `start`; 0 before."""
+        """The number of the generation granted by `start`; 0 before."""
+        return int(self._generation)
+
+    @property
+    def granted(self) -> Generation:
+        """The same with its uid and its history."""
         return self._generation
 
     def close(self, drain: bool = True, timeout: float = 30.0) -> bool:

@@ -6,10 +6,11 @@ driver takes from the connection's CURVE key, never from what a message says.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from scavenger.ledger.records import GroupState, Record
-from scavenger.wire import Call, Message, WorkerHello
+from scavenger.wire import Assign, Call, GroupDone, Message, WorkerHello
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +35,21 @@ class HelloReceived:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSaid:
-    """Any message of a worker after its hello."""
+    """Any message of a worker after its hello. `faults`: what `payload_check` found, by position of the chunk in the message.
+
+    The tokens that the core compares (`samples.overlaps`) are in memory.
+    """
 
     conn: int
     message: Message
+    faults: Mapping[int, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """Something came from this connection, and waits until tokens are read back from the ledger: its worker lives."""
+
+    conn: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +98,7 @@ class Tick:
     """Time passed."""
 
 
-RouterEvent = HelloReceived | WorkerSaid | TrainerCalled | Committed | HistoryRead | JobGone | IntentRevoked | Tick
+RouterEvent = HelloReceived | WorkerSaid | Heard | TrainerCalled | Committed | HistoryRead | JobGone | IntentRevoked | Tick
 
 # ---------------------------------------------------------------- actions
 
@@ -95,6 +107,18 @@ RouterEvent = HelloReceived | WorkerSaid | TrainerCalled | Committed | HistoryRe
 class Send:
     conn: int
     message: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Send the message, in its place among what goes to this connection, with the first `lengths[i]` tokens of its i-th lease or sample.
+
+    All of them are durable: what is not in memory can be read from the ledger.
+    """
+
+    conn: int
+    message: Assign | GroupDone
+    lengths: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,4 +138,4 @@ class ReadHistory:
     after_step: int
 
 
-RouterAction = Send | Write | ReadHistory
+RouterAction = Send | Fill | Write | ReadHistory

@@ -2,7 +2,7 @@
 
     driver (server.py live, simulate/ in virtual time)          core (this package, pure)
     -----------------------------------------------------       -------------------------------------------------
-    HelloReceived / WorkerSaid / TrainerCalled / JobGone  --->  handle(event, now) -> [Write(ticket, records), Send, ...]
+    HelloReceived / WorkerSaid / TrainerCalled / JobGone  --->  handle(event, now) -> [Write(ticket, records), Send, Fill, ...]
     commit of a ticket: Committed(ticket)                 --->  releases what waited: leases, acks, replies, deliveries
 
 Nothing that promises durability is sent before the commit that makes it true: a lease (its epoch must never be granted twice), an ack,
@@ -18,6 +18,7 @@ from scavenger.router import audit, restore, runs, workers
 from scavenger.router import samples as sm
 from scavenger.router.events import (
     Committed,
+    Heard,
     HelloReceived,
     HistoryRead,
     IntentRevoked,
@@ -28,6 +29,7 @@ from scavenger.router.events import (
     TrainerCalled,
     WorkerSaid,
 )
+from scavenger.router.payloads import Payloads
 from scavenger.router.state import Core, Limits, Run, Worker
 from scavenger.wire import Chunks, Heartbeat, Ping
 
@@ -46,15 +48,17 @@ class Demand:
 class Router:
     """Feed it events in any order; perform the actions it returns, in order."""
 
-    def __init__(self, limits: Limits, generation: int) -> None:
-        self.core = Core(limits, generation)
+    def __init__(self, limits: Limits, generation: int, payloads: Payloads, ledger: str = "", restored: bool = False) -> None:
+        self.core = Core(limits, generation, payloads, ledger, restored)
 
     def handle(self, event: RouterEvent, now: float) -> list[RouterAction]:
         core = self.core
         core.now = now
         match event:
-            case WorkerSaid(conn=conn, message=message):
-                workers.said(core, conn, message)
+            case WorkerSaid(conn=conn, message=message, faults=faults):
+                workers.said(core, conn, message, faults)
+            case Heard(conn=conn):
+                workers.heard(core, conn)
             case Committed(ticket=ticket):
                 sm.confirm_durable(core, core.settle(ticket))
             case HelloReceived(conn=conn, identity=identity, hello=hello):
@@ -156,7 +160,7 @@ def _may_change_anything(event: RouterEvent) -> bool:
             return not isinstance(message, Chunks | Heartbeat)
         case TrainerCalled(call=call):
             return not isinstance(call.body, Ping)
-    return not isinstance(event, Committed | Tick)
+    return not isinstance(event, Committed | Tick | Heard)
 
 
 def _engines_for(run: Run, now: float, limits: Limits) -> tuple[int, str]:

@@ -83,7 +83,7 @@ def history_read(core: Core, run_id: int, attempt: int, groups: tuple[rec.GroupS
     run.opening = None
     versions = tuple((v.step, v.version, v.root) for v in sorted(run.versions.values(), key=lambda v: v.version))
     core.send_durable(
-        run.conn, Reply(call_id, RunOpened(run.id, run.attempt, core.generation, run.next_version, run.last_step, versions))
+        run.conn, Reply(call_id, RunOpened(run.id, run.attempt, core.generation, run.next_version, run.last_step, versions, core.ledger))
     )  # fmt: skip
 
 
@@ -99,13 +99,12 @@ def adopt_state(core: Core, run: Run, state: rec.GroupState) -> Group:
     for row in state.samples:
         sample = Sample(
             row.sample_id, group, row.index, epoch=row.epoch, finish=row.finish, moves=row.moves, reward=row.reward,
-            tokens=bytearray(row.tokens), logprobs=bytearray(row.logprobs), raw_logprobs=bytearray(row.raw_logprobs),
+            reward_version=row.reward_version,
+            accepted=row.length, durable=row.length, reported=row.length,
         )  # fmt: skip
-        sample.accepted = sample.durable = len(row.tokens) // 4
-        sample.reported = sample.accepted
-        group.samples.append(sample)
         core.samples[sample.id] = sample
         _restore_status(core, run, sample, row)
+        group.add(sample)
     core.groups[group.id] = group
     run.by_key[group.key] = group
     return group

@@ -78,6 +78,11 @@ def _may_call(core: Core, conn: int, identity: Identity, call: Call, run: Run | 
         if run is not None and run.owner_key != identity.public_key:
             return Denied("not-owner", f"run {call.run!r} belongs to another key", "choose another run.name")
         return None
+    if isinstance(call.body, Attach) and core.foreign(call.body.ledger):
+        return Denied(
+            "restored", f"the ledger was restored from a backup, in which attempt {call.attempt} of run {call.run!r} does not exist",
+            "start the training job again: it goes on from the newest checkpoint that the ledger knows",
+        )  # fmt: skip
     if run is None:
         return Denied("unknown-run", f"run {call.run!r} was never opened on this ledger", "open it first")
     if run.owner_key != identity.public_key:
@@ -125,11 +130,8 @@ def _open(core: Core, conn: int, identity: Identity, call: Call, body: OpenRun, 
                 msgspec.json.encode(body.engine).decode(), body.tokenizer, core.now,
             )
         )  # fmt: skip
-    elif run.seed != body.seed or body.resume_step > run.last_step:
-        why = f"a checkpoint of step {body.resume_step}, the ledger ends at {run.last_step}"
-        if run.seed != body.seed:
-            why = f"seed {body.seed}, the ledger has {run.seed}"
-        core.send(conn, Reply(call.id, Denied("invalid", f"run {call.run!r} is another one: {why}", "choose another run.name")))
+    elif (refusal := _open_fault(run, body)) is not None:
+        core.send(conn, Reply(call.id, refusal))
         return
     run.attempt += 1
     run.engine, run.harvest, run.max_engines, run.gpus_per_engine = body.engine, body.harvest, body.max_engines, body.gpus_per_engine
@@ -148,10 +150,21 @@ def _open(core: Core, conn: int, identity: Identity, call: Call, body: OpenRun, 
             run.id, run.attempt, body.host, body.job_id, body.resume_step, body.config, msgspec.json.encode(body.engine).decode(), core.now
         )
     )
-    if run.last_step > body.resume_step:
+    if run.last_step != body.resume_step:  # behind it where the ledger never had the run: it begins at its checkpoint's step
         core.record(rec.StepsRewound(run.id, run.attempt, body.resume_step, core.now))
     run.last_step = body.resume_step
     core.read_history(run)
+
+
+def _open_fault(run: Run, body: OpenRun) -> Denied | None:
+    if run.seed != body.seed:
+        why = f"run {run.name!r} is another one: seed {body.seed}, the ledger has {run.seed}"
+        return Denied("invalid", why, "choose another run.name")
+    if body.resume_step > run.last_step:
+        why = f"run {run.name!r}: a checkpoint of step {body.resume_step}, the ledger ends at {run.last_step}"
+        remedy = "an older ledger was restored, or it is another run: resume from an older checkpoint, or choose another run.name"
+        return Denied("ahead", why, remedy, run.last_step)
+    return None
 
 
 def _attach(core: Core, conn: int, run: Run, body: Attach) -> ReplyBody:
@@ -267,7 +280,7 @@ def _make_group(core: Core, run: Run, body: SubmitGroups, spec: GroupSpec, root:
     core.next_sample_id += spec.n
     for index in range(spec.n):
         sample = Sample(first + index, group, index)
-        group.samples.append(sample)
+        group.add(sample)
         core.samples[sample.id] = sample
         run.queue.add(sample)
     core.groups[group.id] = run.by_key[group.key] = group
@@ -327,7 +340,8 @@ def _end(core: Core, run: Run, body: CommitStep, sample: Sample, outcome: Sample
     sample.step("end")
     core.record(
         rec.SampleEnded(
-            sample.id, outcome.outcome, outcome.reason, body.step, run.attempt, outcome.reward, outcome.advantage, core.now
+            sample.id, outcome.outcome, outcome.reason, body.step, run.attempt, outcome.reward, outcome.advantage, core.now,
+            outcome.reward_version,
         )
     )  # fmt: skip
 
@@ -388,6 +402,6 @@ def fleet_sizes(run: Run) -> tuple[int, int, int]:
 
 def fleet_of(run: Run) -> Fleet:
     """The run's workers as its trainer sees them."""
-    open_samples = sum(not s.done for g in run.by_key.values() if not g.orphaned for s in g.samples)
+    open_samples = sum(g.unfinished for g in run.by_key.values() if not g.orphaned)
     held = sum(len(w.leases) for w in _live(run) if w.kind == "reserved")
     return Fleet(*fleet_sizes(run), open_samples, held)

@@ -6,10 +6,8 @@ I6 (nothing is dropped: a lost lease puts the sample back into the queue with al
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
-
-import numpy as np
 
 from scavenger.ledger import records as rec
 from scavenger.router import placement
@@ -19,8 +17,6 @@ from scavenger.wire import Ack, Assign, Chunk, DoneSample, GroupDone, Held, Leas
 ASSIGN_BYTES = 4 * 1024 * 1024
 #: Refused chunks of one worker that become events; after these every hundredth does, the others are counted.
 REFUSALS_TOLD = 100
-#: A logprob is not positive; float32 may round one that is near 0 to just above it.
-MOST_LOGPROB = 1e-3
 
 
 class Fault(NamedTuple):
@@ -31,7 +27,7 @@ class Fault(NamedTuple):
 
 
 def chunk_fault(chunk: Chunk, sample: Sample | None, worker: Worker) -> Fault | None:
-    """Why a chunk cannot be accepted, or None. The first reason in the order of I1; never looks at what the tokens mean."""
+    """Why a chunk cannot be accepted, or None. The first reason in the order of I1; looks at lengths, never at tokens."""
     if sample is None:
         return Fault("unknown sample")
     if sample.status is not SampleStatus.LEASED or sample.worker_id != worker.id:
@@ -40,85 +36,99 @@ def chunk_fault(chunk: Chunk, sample: Sample | None, worker: Worker) -> Fault | 
         return Fault(f"stale epoch {chunk.epoch}, the lease is {sample.epoch}")
     if chunk.version != sample.lease_version:
         return Fault(f"weight version {chunk.version}, the lease names {sample.lease_version}")
-    tokens, rest = divmod(len(chunk.tokens), 4)
-    if rest or chunk.offset < 0 or not len(chunk.tokens) == len(chunk.logprobs) == len(chunk.raw_logprobs):
+    offset, nbytes, last = chunk.offset, len(chunk.tokens), chunk.finish
+    if nbytes % 4 or offset < 0 or not nbytes == len(chunk.logprobs) == len(chunk.raw_logprobs):
         return Fault("malformed payload", engine=True)
-    if chunk.offset > sample.accepted:
-        return Fault(f"gap: offset {chunk.offset}, accepted {sample.accepted}")
-    finish_alone = chunk.finish is not None and 0 < chunk.offset == sample.accepted  # all its tokens are here already
-    if not tokens and not finish_alone:
+    if offset > sample.accepted:
+        return Fault(f"gap: offset {offset}, accepted {sample.accepted}")
+    finish_alone = last is not None and 0 < offset == sample.accepted  # all its tokens are here already
+    if not nbytes and not finish_alone:
         return Fault("no tokens", engine=True)
-    budget = sample.group.sampling.max_tokens
-    if chunk.offset + tokens > budget:
+    budget, end = sample.group.sampling.max_tokens, offset + nbytes // 4
+    if end > budget:
         return Fault(f"over the budget of {budget} tokens", engine=True)
-    if chunk.finish not in (None, "stop", "length"):
-        return Fault(f"unknown finish {chunk.finish[:20]!r}", engine=True)
-    if chunk.finish == "length" and chunk.offset + tokens < budget:
-        return Fault(f"finish 'length' below the budget of {budget} tokens", engine=True)
-    for payload in (chunk.logprobs, chunk.raw_logprobs):
-        values = np.frombuffer(payload, "<f4")
-        if not np.isfinite(values).all():
-            return Fault("logprobs that are not finite", engine=True)
-        if (values > MOST_LOGPROB).any():
-            return Fault("a positive logprob", engine=True)
-    if (np.frombuffer(chunk.tokens, "<i4") < 0).any():
-        return Fault("a negative token id", engine=True)
-    return None
+    if last is None or last == "stop":
+        return None
+    if last != "length":
+        return Fault(f"unknown finish {last[:20]!r}", engine=True)
+    return Fault(f"finish 'length' below the budget of {budget} tokens", engine=True) if end < budget else None
 
 
-def accept_chunk(core: Core, worker: Worker, chunk: Chunk) -> None:
-    """Take a chunk, or refuse it with its reason; an exact resend changes nothing, a differing one ends the lease."""
+def accept_chunk(core: Core, worker: Worker, chunk: Chunk, flaw: str = "") -> None:
+    """Take a chunk, or refuse it with its reason; an exact resend changes nothing, a differing one ends the lease.
+
+    `flaw`: what its values are found to be wrong in (`payload_check`); an engine made it so.
+    """
     sample = core.samples.get(chunk.sample_id)
     fault = chunk_fault(chunk, sample, worker)
+    if fault is None and flaw:
+        fault = Fault(flaw, engine=True)
     if fault is not None:
         refuse_chunk(core, worker, chunk, sample, fault)
         return
     assert sample is not None
-    known = min(sample.accepted - chunk.offset, len(chunk.tokens) // 4)
-    if known > 0:
-        if _differs(sample, chunk, known):
-            why = "a resend differs from what was accepted"
-            core.event("resend_differs", worker.run.id, f"sample {sample.id}", why, offset=chunk.offset)
-            core.send(worker.conn, Revoke(((sample.id, sample.epoch),), why))
-            release(core, sample, "resend differs", crashed=True)
+    if chunk.offset < sample.accepted:
+        rest = _resent(core, worker, sample, chunk)
+        if rest is None:
             return
-        chunk = Chunk(
-            chunk.sample_id, chunk.epoch, sample.accepted, chunk.version, chunk.tokens[4 * known :],
-            chunk.logprobs[4 * known :], chunk.raw_logprobs[4 * known :], chunk.finish,
-        )  # fmt: skip
+        chunk = rest
     if chunk.tokens:
         _append(core, worker, sample, chunk)
     elif chunk.finish is None:
         core.send(worker.conn, Ack((Held(sample.id, sample.epoch, sample.durable),)))  # a resend: the ack was lost
-    if chunk.finish is None and sample.accepted == sample.group.sampling.max_tokens:
-        finish(core, sample, "length")
-    elif chunk.finish is not None:
+    if chunk.finish is not None:
         finish(core, sample, chunk.finish)
+    elif sample.accepted == sample.group.sampling.max_tokens:
+        finish(core, sample, "length")
 
 
-def _differs(sample: Sample, chunk: Chunk, known: int) -> bool:
-    """Whether the first `known` tokens of a chunk, all accepted before, are others now, or end the sample before what followed."""
-    if chunk.finish is not None and chunk.offset + len(chunk.tokens) // 4 < sample.accepted:
-        return True
-    here = slice(4 * chunk.offset, 4 * (chunk.offset + known))
-    pairs = ((sample.tokens, chunk.tokens), (sample.logprobs, chunk.logprobs), (sample.raw_logprobs, chunk.raw_logprobs))
-    return any(mine[here] != theirs[: 4 * known] for mine, theirs in pairs)
+def overlaps(core: Core, conn: int, chunks: Sequence[Chunk]) -> list[tuple[int, int, int]]:
+    """Where `accept_chunk` will compare a chunk with what was accepted: (sample, offset, accepted length)."""
+    worker = core.by_conn.get(conn)
+    if worker is None:
+        return []
+    found, samples = [], core.samples
+    for chunk in chunks:
+        sample = samples.get(chunk.sample_id)
+        if sample is not None and 0 <= chunk.offset < sample.accepted and chunk.epoch == sample.epoch and sample.worker_id == worker.id:
+            found.append((sample.id, chunk.offset, sample.accepted))
+    return found
+
+
+def _resent(core: Core, worker: Worker, sample: Sample, chunk: Chunk) -> Chunk | None:
+    """What is new of a chunk that begins below the accepted length; None when it differs, which ends the lease.
+
+    It differs too when it ends the sample before what followed.
+    """
+    known = min(sample.accepted - chunk.offset, len(chunk.tokens) // 4)
+    cut_short = chunk.finish is not None and chunk.offset + known < sample.accepted
+    if cut_short or not core.payloads.same(sample.id, chunk, known):
+        why = "a resend differs from what was accepted"
+        core.event("resend_differs", worker.run.id, f"sample {sample.id}", why, offset=chunk.offset)
+        core.send(worker.conn, Revoke(((sample.id, sample.epoch),), why))
+        release(core, sample, "resend differs", crashed=True)
+        return None
+    new = 4 * known
+    return Chunk(
+        chunk.sample_id, chunk.epoch, sample.accepted, chunk.version, chunk.tokens[new:],
+        chunk.logprobs[new:], chunk.raw_logprobs[new:], chunk.finish,
+    )  # fmt: skip
 
 
 def _append(core: Core, worker: Worker, sample: Sample, chunk: Chunk) -> None:
-    sample.tokens += chunk.tokens
-    sample.logprobs += chunk.logprobs
-    sample.raw_logprobs += chunk.raw_logprobs
-    sample.accepted += len(chunk.tokens) // 4
+    length = len(chunk.tokens) // 4
+    core.payloads.append(sample.id, chunk.offset, chunk)
+    sample.accepted += length
     sample.chunk_at = core.now
-    sample.largest_flush = max(sample.largest_flush, len(chunk.tokens) // 4)
+    if length > sample.largest_flush:
+        sample.largest_flush = length
     core.record(
         rec.ChunkAccepted(
             sample.id, chunk.epoch, chunk.offset, chunk.tokens, chunk.logprobs, chunk.raw_logprobs, chunk.version, worker.id, core.now
         )
     )
     core.length_accepted(sample)
-    core.count("tokens_accepted", len(chunk.tokens) // 4)
+    core.count("tokens_accepted", length)
 
 
 def refuse_chunk(core: Core, worker: Worker, chunk: Chunk, sample: Sample | None, fault: Fault) -> None:
@@ -189,7 +199,7 @@ def release(core: Core, sample: Sample, reason: str, *, regenerated: int = 0, cr
 def charge(core: Core, sample: Sample, node: str) -> bool:
     """Count an engine's death on `node` against the sample that it held; True when these were too many."""
     sample.failures += 1
-    sample.failed_nodes.add(node)
+    sample.failed_nodes |= {node}
     enough = sample.group.run.poison_after
     # A site of one node could never reach `poison_after` different ones.
     return len(sample.failed_nodes) >= enough or sample.failures >= 3 * enough
@@ -200,7 +210,7 @@ def poison(core: Core, sample: Sample, reason: str) -> None:
     run = sample.group.run
     cause = f"sample {sample.id} failed {sample.failures} times on {len(sample.failed_nodes)} node(s), last: {reason}"
     abandon(core, sample, "poisoned", cause)
-    sample.error = cause
+    sample.give_up(cause)
     core.event("sample_poisoned", run.id, f"sample {sample.id}", cause)
     if run.on_poison == "stop":
         if run.stopped:
@@ -227,7 +237,7 @@ def abandon(core: Core, sample: Sample, state: str, reason: str) -> None:
     sample.group.run.queue.discard(sample)
     sample.step("abandon")
     attempt = sample.group.run.attempt if state == "poisoned" else 0  # it stops this attempt, and none after it
-    core.record(rec.SampleEnded(sample.id, state, reason, 0, attempt, sample.reward, None, core.now))
+    core.record(rec.SampleEnded(sample.id, state, reason, 0, attempt, sample.reward, None, core.now, sample.reward_version))
 
 
 def supersede(core: Core, group: Group, reason: str) -> None:
@@ -236,7 +246,7 @@ def supersede(core: Core, group: Group, reason: str) -> None:
         if sample.status is not SampleStatus.ENDED:
             abandon(core, sample, "superseded", reason)
         elif sample.error is None:
-            core.record(rec.SampleEnded(sample.id, "superseded", reason, 0, 0, sample.reward, None, core.now))
+            core.record(rec.SampleEnded(sample.id, "superseded", reason, 0, 0, sample.reward, None, core.now, sample.reward_version))
     group.run.takes[group.key] = group.take + 1
     forget(core, group)
 
@@ -244,6 +254,7 @@ def supersede(core: Core, group: Group, reason: str) -> None:
 def forget(core: Core, group: Group) -> None:
     for sample in group.samples:
         core.samples.pop(sample.id, None)
+        core.payloads.drop(sample.id)
     core.groups.pop(group.id, None)
     if group.run.by_key.get(group.key) is group:
         del group.run.by_key[group.key]
@@ -256,6 +267,7 @@ def confirm_durable(core: Core, lengths: list[tuple[Sample, int]]) -> None:
     for sample, length in lengths:
         if length > sample.durable:
             sample.durable = length
+            core.payloads.durable(sample.id, length)
         groups[sample.group.id] = sample.group
         worker = core.workers.get(sample.last_worker_id)
         if worker is not None and worker.conn is not None:
@@ -276,13 +288,10 @@ def deliver_if_done(core: Core, group: Group) -> None:
     group.delivered_to = run.attempt
     core.record(rec.GroupDelivered(group.id, run.attempt, core.now))
     samples = tuple(
-        DoneSample(
-            s.id, s.index, bytes(s.tokens), bytes(s.logprobs), bytes(s.raw_logprobs), s.finish, s.moves, s.reward, s.error
-        )
-        for s in group.samples
+        DoneSample(s.id, s.index, b"", b"", b"", s.finish, s.moves, s.reward, s.error, s.reward_version) for s in group.samples
     )  # fmt: skip
     done = GroupDone(group.id, group.step, group.version, group.purpose, group.prompt_index, group.prompt, group.meta, samples)
-    core.send_durable(run.conn, done)
+    core.send_filled(run.conn, done, tuple(s.accepted for s in group.samples))
 
 
 def servable(worker: Worker, version: int) -> bool:
@@ -310,32 +319,33 @@ def placements(core: Core, run: Run) -> list[tuple[int, int]]:
 
 def place_queued(core: Core, run: Run) -> None:
     """Lease queued samples of the run's target version to workers with free slots. A lease is sent once it is durable."""
-    batches: dict[int, list[Lease]] = {}
+    batches: dict[int, list[tuple[Lease, int]]] = {}
     for sample_id, worker_id in placements(core, run):
         sample = core.samples[sample_id]
         run.queue.discard(sample)
         batches.setdefault(worker_id, []).append(_grant(core, sample, core.workers[worker_id]))
     for worker_id, leases in batches.items():
         for part in _in_messages(leases):
-            core.send_durable(core.workers[worker_id].conn, Assign(tuple(part)))
+            core.send_filled(core.workers[worker_id].conn, Assign(tuple(x for x, _ in part)), tuple(n for _, n in part))
 
 
-def _in_messages(leases: list[Lease]) -> Iterator[list[Lease]]:
+def _in_messages(leases: list[tuple[Lease, int]]) -> Iterator[list[tuple[Lease, int]]]:
     """Leases in lists whose prompts and tokens make messages of a few MB: a hundred long samples would exceed what a peer accepts."""
-    part: list[Lease] = []
+    part: list[tuple[Lease, int]] = []
     nbytes = 0
-    for lease in leases:
-        size = len(lease.prompt) + len(lease.accepted)
+    for lease, accepted in leases:
+        size = len(lease.prompt) + 4 * accepted
         if part and nbytes + size > ASSIGN_BYTES:
             yield part
             part, nbytes = [], 0
-        part.append(lease)
+        part.append((lease, accepted))
         nbytes += size
     if part:
         yield part
 
 
-def _grant(core: Core, sample: Sample, worker: Worker) -> Lease:
+def _grant(core: Core, sample: Sample, worker: Worker) -> tuple[Lease, int]:
+    """The lease, and how many accepted tokens go with it."""
     sample.step("lease")
     sample.epoch += 1
     sample.moves += sample.accepted > 0
@@ -351,9 +361,8 @@ def _grant(core: Core, sample: Sample, worker: Worker) -> Lease:
     core.lease_granted(sample)
     core.record(rec.LeaseGranted(sample.id, sample.epoch, worker.id, sample.lease_version, sample.accepted, core.now))
     group = sample.group
-    return Lease(
-        sample.id, sample.epoch, sample.lease_version, group.prompt, bytes(sample.tokens), group.sampling, group.run.seed, sample.key
-    )
+    lease = Lease(sample.id, sample.epoch, sample.lease_version, group.prompt, b"", group.sampling, group.run.seed, sample.key)
+    return lease, sample.accepted
 
 
 def target_version(run: Run) -> int:

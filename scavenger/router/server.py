@@ -26,6 +26,8 @@ from scavenger.keys import KeyPair
 from scavenger.ledger.records import Event, GroupState, Record
 from scavenger.router.events import (
     Committed,
+    Fill,
+    Heard,
     HelloReceived,
     HistoryRead,
     Identity,
@@ -35,10 +37,13 @@ from scavenger.router.events import (
     Send,
     Tick,
     TrainerCalled,
-    WorkerSaid,
     Write,
 )
+from scavenger.router.lines import ReadPayloads, patiently
 from scavenger.router.machine import Router
+from scavenger.router.office import Office
+from scavenger.router.payload_check import checked
+from scavenger.router.payloads import PayloadStore
 
 log = structlog.get_logger()
 
@@ -113,8 +118,15 @@ class Server:
         keys: KeyPair,
         clock: Callable[[], float],
         read_history: Callable[[int, int], Awaitable[tuple[GroupState, ...]]],
+        store: PayloadStore,
+        read_payloads: ReadPayloads,
     ) -> None:
+        assert router.core.payloads is store
         self.router = router
+        self.office = Office(
+            router.core, store, read_payloads,
+            post=self._from_peer, send=self._send, connected=lambda conn: conn in self._routes, failed=self._fail,
+        )  # fmt: skip
         self.keyring = keyring
         self._writer = writer
         self._keys = keys
@@ -177,6 +189,7 @@ class Server:
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
+            await self.office.close()
 
     def close(self) -> None:
         if self._auth is not None:
@@ -199,8 +212,8 @@ class Server:
 
     def _drain_some(self) -> None:
         socket = self._socket
-        if socket is None or self._writer.backlog_bytes > MAX_BACKLOG_BYTES:
-            return  # `committed` looks again when the disk has caught up
+        if socket is None or self._full:
+            return  # `committed` and `_from_peer` look again when the disk has caught up
         for _ in range(BATCH):
             try:
                 frames = socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -215,9 +228,17 @@ class Server:
         try:
             yield
         except Exception as error:
-            if self._failure is not None and not self._failure.done():
-                self._failure.set_exception(error)
+            self._fail(error)
             raise
+
+    def _fail(self, error: BaseException) -> None:
+        if self._failure is not None and not self._failure.done():
+            self._failure.set_exception(error)
+
+    @property
+    def _full(self) -> bool:
+        """Whether as much waits for the disk, to be written or to be read, as may."""
+        return self._writer.backlog_bytes + self.office.waiting_bytes > MAX_BACKLOG_BYTES
 
     def _look_again(self) -> None:
         if not self._drain_due:
@@ -248,12 +269,19 @@ class Server:
         if not _fits(message):
             self._garbage(routing_id, public_key, WireError(f"a {type(message).__name__} with numbers over 64 bits"), retry=False)
             return
+        event: RouterEvent
         if isinstance(message, wire.WorkerHello):
-            self.post(HelloReceived(conn, identity, message))
+            event = HelloReceived(conn, identity, message)
         elif isinstance(message, wire.Call):
-            self.post(TrainerCalled(conn, identity, message))
+            event = TrainerCalled(conn, identity, message)
         else:
-            self.post(WorkerSaid(conn, message))
+            event = checked(conn, message)
+        if not self.office.receive(conn, event, len(body.buffer)):
+            self.post(Heard(conn))
+
+    def _from_peer(self, event: RouterEvent) -> None:
+        self.post(event)
+        self._look_again()
 
     def _connect(self, routing_id: bytes, public_key: str) -> _Peer:
         before = self._conns.get(routing_id)
@@ -289,7 +317,7 @@ class Server:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            if self._writer.backlog_bytes <= MAX_BACKLOG_BYTES:  # else nobody is listened to, and silence means nothing
+            if not self._full:  # else nobody is listened to, and silence means nothing
                 self.post(Tick())
                 self._sweep(self._clock())
 
@@ -302,8 +330,8 @@ class Server:
     def perform(self, actions: Sequence[RouterAction]) -> None:
         for action in actions:
             match action:
-                case Send(conn=conn, message=message):
-                    self._send(conn, message)
+                case Send() | Fill():
+                    self.office.give(action)
                 case Write(ticket=ticket, records=records):
                     self._tickets.append((self.write(records), ticket))
                 case ReadHistory():
@@ -312,14 +340,14 @@ class Server:
                     task.add_done_callback(self._history_done)
 
     async def _history(self, action: ReadHistory) -> None:
-        groups = await self._read_history(action.run_id, action.after_step)
+        groups = await patiently(lambda: self._read_history(action.run_id, action.after_step), f"groups of run {action.run_id}")
         self.post(HistoryRead(action.run_id, action.attempt, groups))
 
     def _history_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
-        if error is not None and self._failure is not None and not self._failure.done():
-            self._failure.set_exception(error)  # ends the daemon: a ledger that cannot be read is no ledger
+        if error is not None:
+            self._fail(error)  # ends the daemon: a ledger that is corrupt is no ledger
 
     def _send(self, conn: int, message: wire.Message) -> None:
         routing_id = self._routes.get(conn)
@@ -370,5 +398,5 @@ class Server:
         if settled:
             with self._fatal():
                 self.post(Committed(settled))
-        if self._writer.backlog_bytes <= MAX_BACKLOG_BYTES:
+        if not self._full:
             self._look_again()

@@ -1,7 +1,7 @@
 """The router core's tables: runs, groups, samples, workers, and what may become of a sample.
 
-Owns the rows, their indexes, the legal transitions and the queue of effects that wait for a commit. Holds lengths, stop flags and opaque
-payloads; never a token list. Decides nothing.
+Owns the rows, their indexes, the legal transitions and the queue of effects that wait for a commit. Holds lengths and stop flags; tokens
+pass through it unseen, from a chunk to `Payloads` and to the ledger. Decides nothing.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from typing import Any
 import msgspec
 
 from scavenger.ledger import records as rec
-from scavenger.router.events import ReadHistory, RouterAction, Send, Write
+from scavenger.router.events import Fill, ReadHistory, RouterAction, Send, Write
+from scavenger.router.payloads import Payloads
 from scavenger.router.queue import Queue
-from scavenger.wire import EngineSpec, Fleet, Message, OpenRun, SampleKey, Sampling, WeightSource
+from scavenger.wire import Assign, EngineSpec, Fleet, GroupDone, Message, OpenRun, SampleKey, Sampling, WeightSource
 
 
 class IllegalTransition(Exception):
@@ -73,15 +74,13 @@ class Sample:
     assigned_after: int = 0  # heartbeat acks that its worker had been sent by then
     accepted: int = 0
     durable: int = 0
-    tokens: bytearray = field(default_factory=bytearray)
-    logprobs: bytearray = field(default_factory=bytearray)
-    raw_logprobs: bytearray = field(default_factory=bytearray)
     finish: str = ""
     moves: int = 0
     reward: float | None = None
+    reward_version: str = ""
     error: str | None = None
     failures: int = 0
-    failed_nodes: set[str] = field(default_factory=set)
+    failed_nodes: frozenset[str] = frozenset()
     reported: int = 0  # length in the worker's last heartbeat
     chunk_at: float = 0.0
     largest_flush: int = 0  # tokens of the largest chunk of this lease
@@ -91,8 +90,16 @@ class Sample:
         target = TRANSITIONS.get((self.status, step))
         if target is None:
             raise IllegalTransition(f"sample {self.id} is {self.status} and cannot {step}")
+        before = self.done
         self.status = target
+        self.group.unfinished += before - self.done
         self.group.run.dirty = True
+
+    def give_up(self, cause: str) -> None:
+        """It ended without an answer: nothing more will be generated, and its group goes on without it."""
+        before = self.done
+        self.error = cause
+        self.group.unfinished += before - self.done
 
     @property
     def key(self) -> SampleKey:
@@ -106,7 +113,10 @@ class Sample:
 
 @dataclass(slots=True)
 class Group:
-    """`delivered_to`: the attempt that was sent the group, 0 = none. `orphaned`: left by an older attempt, not yet adopted."""
+    """`delivered_to`: the attempt that was sent the group, 0 = none. `orphaned`: left by an older attempt, not yet adopted.
+
+    `unfinished` counts the samples that are not done: nobody who asks has to look at them all.
+    """
 
     id: int
     run: Run
@@ -122,6 +132,11 @@ class Group:
     samples: list[Sample] = field(default_factory=list)
     delivered_to: int = 0
     orphaned: bool = False
+    unfinished: int = 0
+
+    def add(self, sample: Sample) -> None:
+        self.samples.append(sample)
+        self.unfinished += not sample.done
 
     @property
     def key(self) -> tuple[str, int, int]:
@@ -129,7 +144,7 @@ class Group:
 
     @property
     def done(self) -> bool:
-        return all(s.done for s in self.samples)
+        return not self.unfinished
 
     @property
     def durable(self) -> bool:
@@ -239,9 +254,12 @@ class Limits:
 class Core:
     """The tables and the effects under way. One per daemon."""
 
-    def __init__(self, limits: Limits, generation: int) -> None:
+    def __init__(self, limits: Limits, generation: int, payloads: Payloads, ledger: str = "", restored: bool = False) -> None:
         self.limits = limits
-        self.generation = generation
+        self.payloads = payloads
+        self.generation = int(generation)
+        self.ledger = ledger  # the history that this ledger is in; a restored backup begins another
+        self.restored = restored  # it did begin with a backup: then a peer that names none may be of the other one
         self.runs: dict[str, Run] = {}
         self.groups: dict[int, Group] = {}
         self.samples: dict[int, Sample] = {}
@@ -265,6 +283,10 @@ class Core:
 
     # ---- effects of the event being handled
 
+    def foreign(self, ledger: str) -> bool:
+        """Whether a peer's leases, weights or attempt are of another history of the ledger. Protocol 1 names none."""
+        return ledger != self.ledger and (bool(ledger) or self.restored)
+
     def record(self, *records: rec.Record) -> None:
         self._records.extend(records)
 
@@ -277,6 +299,11 @@ class Core:
         """Send when the records of this event are committed: for what promises that they are."""
         if conn is not None:
             self._waiting.append(Send(conn, message))
+
+    def send_filled(self, conn: int | None, message: Assign | GroupDone, lengths: tuple[int, ...]) -> None:
+        """As `send_durable`, with the first `lengths[i]` tokens of the i-th sample, which are durable by then."""
+        if conn is not None:
+            self._waiting.append(Fill(conn, message, lengths) if any(lengths) else Send(conn, message))
 
     def read_history(self, run: Run) -> None:
         self._waiting.append(ReadHistory(run.id, run.attempt, run.resume_step))

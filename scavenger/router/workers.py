@@ -6,6 +6,8 @@ over, when a later incarnation greets under its key, or after `dead_s` of silenc
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from scavenger.ledger import records as rec
 from scavenger.router import samples as sm
 from scavenger.router.events import Identity
@@ -48,7 +50,9 @@ def hello(core: Core, conn: int, identity: Identity, hello: WorkerHello) -> None
     if refusal is not None:
         if not refusal.retry:
             core.event("hello_refused", 0, hello.run, refusal.reason, node=hello.node, job_id=hello.job_id)
-        core.send(conn, refusal)
+        # Refused, its job would fail: counted against its node. A worker of another release is asked to leave instead.
+        drained = hello.kind == "harvested" and not _speaks(hello)
+        core.send(conn, Drain(f"{refusal.reason}; {refusal.remedy}") if drained else refusal)
         return
     run = core.runs[hello.run]
     same = (hello.session, identity.intent_id, hello.kind)
@@ -68,17 +72,25 @@ def hello(core: Core, conn: int, identity: Identity, hello: WorkerHello) -> None
     worker.moved_at, worker.attempt = core.now, run.attempt
     core.departed.pop(conn, None)
     limits = core.limits
-    core.send_durable(
-        conn, Welcome(worker.id, core.generation, run.name, run.engine, limits.heartbeat_s, limits.flush_ms, limits.flush_tokens)
-    )  # fmt: skip
-    worker.loaded_version = worker.asked_version = hello.loaded_version
-    _resume_leases(core, worker, hello.held)
+    pace = (limits.heartbeat_s, limits.flush_ms, limits.flush_tokens)
+    core.send_durable(conn, Welcome(worker.id, core.generation, run.name, run.engine, *pace, core.ledger))
+    worker.loaded_version = worker.asked_version = _proved_version(run, hello)
+    _resume_leases(core, worker, hello.held, foreign=core.foreign(hello.ledger))
     if hello.leaving:
         worker.status, worker.drain_reason = WorkerStatus.DRAINING, worker.drain_reason or "it greeted to say goodbye"
     if worker.kind == "reserved" and not run.reserved_awake and worker.status in (WorkerStatus.LOADING, WorkerStatus.READY):
         put_to_sleep(core, worker)
     _repeat_orders(core, worker)
     steer(core, worker)
+
+
+def _proved_version(run: Run, hello: WorkerHello) -> int:
+    """The version that the worker has loaded, if its root hash says that it is the ledger's; else -1: it is asked to load.
+
+    After an older ledger was restored, one number may name two sets of weights (I8).
+    """
+    known = run.versions.get(hello.loaded_version)
+    return hello.loaded_version if known is not None and known.root == hello.loaded_root else -1
 
 
 def _siblings(run: Run, identity: Identity) -> list[Worker]:
@@ -118,8 +130,12 @@ def _repeat_orders(core: Core, worker: Worker) -> None:
         core.send_durable(worker.conn, Sleep())
 
 
+def _speaks(hello: WorkerHello) -> bool:
+    return OLDEST_PROTOCOL <= hello.protocol <= PROTOCOL
+
+
 def _hello_fault(core: Core, identity: Identity, hello: WorkerHello) -> Rejected | None:
-    if not OLDEST_PROTOCOL <= hello.protocol <= PROTOCOL:
+    if not _speaks(hello):
         return Rejected(
             f"protocol {hello.protocol}: this daemon speaks {OLDEST_PROTOCOL} to {PROTOCOL}", "run workers and daemon of one release"
         )
@@ -160,21 +176,21 @@ def _join(core: Core, conn: int, identity: Identity, hello: WorkerHello, run: Ru
     return worker
 
 
-def _resume_leases(core: Core, worker: Worker, held: tuple[Held, ...]) -> None:
-    """Reconcile what a greeting worker holds with what it may hold."""
-    holds = {(h.sample_id, h.epoch) for h in held}
+def _resume_leases(core: Core, worker: Worker, held: tuple[Held, ...], *, foreign: bool) -> None:
+    """Reconcile what a greeting worker holds with what it may hold: nothing, if it was leased in another history of the ledger."""
+    may = () if foreign else tuple(h for h in held if _may_hold(core, worker, h))
+    holds = {(h.sample_id, h.epoch) for h in may}
     for sample in list(worker.leases.values()):
         if (sample.id, sample.epoch) not in holds:
             sm.release(core, sample, "the worker does not hold it any more")
         elif sample.status is SampleStatus.UNCONFIRMED:
             sample.step("confirm")
-    stale = tuple((h.sample_id, h.epoch) for h in held if not _may_hold(core, worker, h))
+    stale = tuple((h.sample_id, h.epoch) for h in held if h not in may)
     if stale:
-        core.event("stale_leases", worker.run.id, f"worker {worker.id}", "the sample moved on while the worker was away", count=len(stale))
+        why = "it was leased in another history of the ledger" if foreign else "the sample moved on while the worker was away"
+        core.event("stale_leases", worker.run.id, f"worker {worker.id}", why, count=len(stale))
         core.send_durable(worker.conn, Revoke(stale, "the sample moved on"))
-    durable = tuple(
-        Held(h.sample_id, h.epoch, core.samples[h.sample_id].durable) for h in held if _may_hold(core, worker, h)
-    )  # fmt: skip
+    durable = tuple(Held(h.sample_id, h.epoch, core.samples[h.sample_id].durable) for h in may)
     if durable:
         core.send_durable(worker.conn, Ack(durable))
 
@@ -186,7 +202,14 @@ def _may_hold(core: Core, worker: Worker, held: Held) -> bool:
     return sample.worker_id == worker.id or (sample.done and sample.last_worker_id == worker.id)
 
 
-def said(core: Core, conn: int, message: object) -> None:
+def heard(core: Core, conn: int) -> None:
+    """Something came from a worker and waits for the ledger: it is not silent."""
+    worker = core.by_conn.get(conn)
+    if worker is not None:
+        worker.last_seen = core.now
+
+
+def said(core: Core, conn: int, message: object, faults: Mapping[int, str] | None = None) -> None:
     """A message of a greeted worker. One whose connection is unknown is asked to greet again."""
     worker = core.by_conn.get(conn)
     if worker is None and conn in core.departed:  # it left; only its goodbye may need to be answered again
@@ -203,8 +226,8 @@ def said(core: Core, conn: int, message: object) -> None:
         core.event("worker_back", worker.run.id, f"worker {worker.id}", "heard again before it was given up")
     match message:
         case Chunks(chunks=chunks):
-            for chunk in chunks:
-                sm.accept_chunk(core, worker, chunk)
+            for at, chunk in enumerate(chunks):
+                sm.accept_chunk(core, worker, chunk, faults.get(at, "") if faults else "")
         case Heartbeat():
             _heartbeat(core, worker, message)
         case WeightsLoaded(version=version):
@@ -394,6 +417,8 @@ def watch(core: Core, worker: Worker) -> None:
 
 def _stalled(core: Core, worker: Worker) -> bool:
     """Whether its engine hangs: the process answers, and nothing that it was given has moved for `stalled_s`."""
+    if core.now - worker.moved_at <= core.limits.stalled_s:
+        return False  # the usual case: nobody looks at each sample of a fleet four times a second
     given = [s.assigned_at for s in worker.leases.values() if s.assigned_at is not None]
     if not given or worker.suspect:
         return False

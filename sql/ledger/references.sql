@@ -23,6 +23,10 @@ FROM samples s WHERE s.epoch <> COALESCE((SELECT max(l.epoch) FROM leases l WHER
 UNION ALL
 SELECT 'samples consumed before they were complete', count(*) FROM samples WHERE state = 'consumed' AND finish = ''
 UNION ALL
+SELECT 'groups without their prompt that were not purged', count(*)
+FROM groups g
+WHERE length(g.prompt) = 0 AND EXISTS (SELECT 1 FROM samples s WHERE s.group_id = g.group_id AND COALESCE(s.contents, '') <> 'purged')
+UNION ALL
 SELECT 'workers without their run', count(*) FROM workers w LEFT JOIN runs r ON r.run_id = w.run_id WHERE r.run_id IS NULL
 UNION ALL
 SELECT 'steps of an attempt that was never granted', count(*)

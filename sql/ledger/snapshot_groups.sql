@@ -1,5 +1,7 @@
--- The groups of a run's groups that may still be delivered: open, complete, ended by a step after
--- final_step, or poisoned in a step that was not taken.
+-- The groups of a run that may still be delivered: open, complete, ended by a step after final_step, or poisoned in a step that was
+-- not taken. Columns: the version that it is wanted under, then records.GroupCreated's fields. `wanted` is that of snapshot_samples.
+-- One whose tokens were dropped (only an attempt that starts before the oldest kept checkpoint asks for it) comes without its
+-- prompt, as a purged one is: it equals none that a trainer submits, and is generated again.
 WITH wanted AS (
     SELECT group_id FROM samples WHERE run_id = :run_id AND state IN ('open', 'complete')
     UNION
@@ -11,7 +13,10 @@ WITH wanted AS (
     LEFT JOIN steps t ON t.run_id = q.run_id AND t.purpose = q.purpose AND t.step = q.step AND t.rewound_by IS NULL
     WHERE p.run_id = :run_id AND p.state = 'poisoned' AND t.step IS NULL
 )
-SELECT g.*
+SELECT g.version, g.group_id, g.run_id, g.purpose, g.step, g.prompt_index, g.take, g.created_version,
+       CASE WHEN EXISTS (SELECT 1 FROM samples x WHERE x.group_id = g.group_id AND x.contents = 'dropped')
+            THEN substr(g.prompt, 1, 0) ELSE g.prompt END AS prompt,
+       g.n, g.first_sample_id, g.sampling, g.meta, g.created_at
 FROM groups g
 WHERE g.group_id IN (SELECT group_id FROM wanted)
 ORDER BY g.group_id;

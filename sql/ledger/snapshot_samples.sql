@@ -1,5 +1,5 @@
--- The samples of a run's groups that may still be delivered: open, complete, ended by a step after
--- final_step, or poisoned in a step that was not taken.
+-- The samples of a run's groups that may still be delivered (open, complete, ended by a step after final_step, or poisoned in a step
+-- that was not taken), each with its open lease's holder. No chunks: their lengths add up to accepted_len, which is written with them.
 WITH wanted AS (
     SELECT group_id FROM samples WHERE run_id = :run_id AND state IN ('open', 'complete')
     UNION
@@ -11,7 +11,9 @@ WITH wanted AS (
     LEFT JOIN steps t ON t.run_id = q.run_id AND t.purpose = q.purpose AND t.step = q.step AND t.rewound_by IS NULL
     WHERE p.run_id = :run_id AND p.state = 'poisoned' AND t.step IS NULL
 )
-SELECT s.*
+SELECT s.group_id, s.epoch, l.worker_id, l.version, s.sample_id, s.sample_index, s.state,
+       s.moves, s.accepted_len, s.finish, s.reward, s.ended_step, s.ended_attempt, s.reason, s.reward_version
 FROM samples s
+LEFT JOIN leases l ON l.sample_id = s.sample_id AND l.epoch = s.epoch AND l.ended_at IS NULL
 WHERE s.group_id IN (SELECT group_id FROM wanted)
 ORDER BY s.sample_id;

@@ -1,4 +1,4 @@
 -- What was decided, when, and why?
 SELECT id, CAST(at AS bigint) AS at_unix_s, policy, action, subject, reason, inputs
-FROM decisions
+FROM v_decisions
 ORDER BY id;

@@ -1,5 +1,5 @@
 -- What else happened: refused chunks, an unreachable scheduler, quarantined nodes?
 SELECT e.id, CAST(e.at AS bigint) AS at_unix_s, e.kind, COALESCE(r.name, '') AS run, e.subject, e.reason, e.detail
-FROM events e
-LEFT JOIN runs r ON r.run_id = e.run_id
+FROM v_events e
+LEFT JOIN v_runs r ON r.run_id = e.run_id
 ORDER BY e.id;

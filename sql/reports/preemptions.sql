@@ -5,7 +5,7 @@ SELECT CAST(h.ended_at AS bigint) AS ended_unix_s, h.job_id, h.restart_count, h.
             ELSE 'none' END AS notice,
        COALESCE(w.samples, 0) AS samples_in_flight, COALESCE(w.salvaged, 0) AS tokens_salvaged,
        COALESCE(w.regenerated, 0) AS tokens_regenerated, round(CAST(h.ended_at - h.started_at AS numeric), 1) AS held_s
-FROM holds h
-LEFT JOIN workers w ON w.intent_id = h.intent_id AND w.incarnation = h.restart_count
+FROM v_holds h
+LEFT JOIN v_workers w ON w.intent_id = h.intent_id AND w.incarnation = h.restart_count
 WHERE h.ended_at IS NOT NULL AND h.reason NOT IN ('cancelled', 'completed', 'requeued')
 ORDER BY h.ended_at, h.job_id, w.worker_id;

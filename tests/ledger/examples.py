@@ -109,6 +109,7 @@ def epilogue() -> list[r.Record]:
         r.JobEnded("i1", "CANCELLED", "no demand", T0 + 23),
         r.WorkerLeft(2, "drained", True, 0, 0, 0, T0 + 23),
         r.RunEnded(1, "finished", "", T0 + 24),
+        r.ContentsReduced(1, 2, (12,), "compacted", T0 + 25),
     ]
 
 

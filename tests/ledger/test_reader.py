@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import sqlalchemy as sa
 
-from scavenger.errors import LedgerError
+from scavenger.errors import LedgerError, LedgerUnavailable
 from scavenger.ledger import records as r
-from scavenger.ledger.reader import final_step, join_chunks, read_snapshot, replay_groups, rows, run_by_name, samples_of_step
+from scavenger.ledger.reader import (
+    final_step,
+    join_chunks,
+    read_payloads,
+    read_snapshot,
+    replay_groups,
+    rows,
+    run_by_name,
+    samples_of_step,
+)
 from scavenger.ledger.reports import check
 from scavenger.ledger.store import open_engine, open_readonly
-from scavenger.wire import unpack_tokens
+from scavenger.wire import pack_logprobs, unpack_tokens
 from tests.ledger.examples import (
     T0,
     answer,
@@ -30,6 +41,14 @@ def snapshot(url: str) -> r.Snapshot:
     engine = open_engine(url)
     try:
         return read_snapshot(engine)
+    finally:
+        engine.dispose()
+
+
+def payloads(url: str, *sample_ids: int) -> dict[int, tuple[bytes, bytes, bytes]]:
+    engine = open_engine(url)
+    try:
+        return read_payloads(engine, sample_ids)
     finally:
         engine.dispose()
 
@@ -56,14 +75,15 @@ def test_the_snapshot_gives_back_what_was_recorded(url: str) -> None:
     assert (only.created, only.version) == (moving[0], 1)
     a, b = only.samples
     assert (a.sample_id, a.index, a.state, a.epoch, a.moves, a.lease) == (11, 0, "open", 2, 1, (2, 2, 1))
-    assert (a.tokens, len(a.logprobs)) == (answer(11, 5), 20)
-    assert (b.sample_id, b.index, b.state, b.epoch, b.moves, b.lease, b.tokens) == (12, 1, "open", 1, 0, (1, 2, 1), answer(12, 4))
+    assert (a.length, b.length) == (5, 4)
+    assert (b.sample_id, b.index, b.state, b.epoch, b.moves, b.lease) == (12, 1, "open", 1, 0, (1, 2, 1))
 
 
 def test_the_order_of_chunks_on_disk_does_not_matter(url: str) -> None:
     many = [chunk(11, 1, offset, 3, 1) for offset in range(0, 30, 3)]
     written(url, [prologue(), [group(10, 11, 1, 1, 1), r.LeaseGranted(11, 1, 1, 1, 0, T0), *reversed(many)]])
-    assert snapshot(url).groups[0].samples[0].tokens == answer(11, 30)
+    assert snapshot(url).groups[0].samples[0].length == 30
+    assert payloads(url, 11)[11][0] == answer(11, 30)
 
 
 def test_groups_are_read_until_a_kept_checkpoint_covers_them(url: str) -> None:
@@ -76,9 +96,9 @@ def test_groups_are_read_until_a_kept_checkpoint_covers_them(url: str) -> None:
     found = snapshot(url)  # checkpoints of steps 2, 4 and 6, of which the newest two are kept
     assert [g.created.step for g in found.groups] == [5, 6]
     assert [c.step for c in found.runs[0].checkpoints] == [2, 4, 6]
-    assert [(s.state, s.reward, s.ended_step, s.tokens) for s in found.groups[0].samples] == [
-        ("consumed", 1.0, 5, answer(51, 9)),
-        ("consumed", 0.25, 5, answer(52, 4)),
+    assert [(s.state, s.reward, s.ended_step, s.length) for s in found.groups[0].samples] == [
+        ("consumed", 1.0, 5, 9),
+        ("consumed", 0.25, 5, 4),
     ]
     engine = open_engine(url)
     assert [g.created.step for g in replay_groups(engine, 1, 2)] == [3, 4, 5, 6]
@@ -163,6 +183,59 @@ def test_chunks_that_do_not_join_are_an_error_that_names_the_sample(offsets: lis
     pieces = [(start, bytes(4 * n), bytes(4 * n), bytes(4 * n)) for start, n in offsets]
     with pytest.raises(LedgerError, match=f"sample 77: .*{complaint}"):
         join_chunks(77, pieces, 6)
+
+
+def test_tokens_of_named_samples_are_read_with_their_logprobs(url: str) -> None:
+    """A sample without tokens has an empty payload, one without a row is not in the answer; any number may be named."""
+    written(url, [prologue(), moved_group(), [group(20, 21, 1, 2, 1)]])
+    found = payloads(url, 12, 11, 21, 99, *range(1000, 2500))
+    assert sorted(found) == [11, 12, 21]
+    assert found[11][0] == answer(11, 9)
+    assert found[11][1] == found[11][2] == pack_logprobs(-0.5 - i for i in range(9))
+    assert (found[12][0], found[21]) == (answer(12, 4), (b"", b"", b""))
+    assert payloads(url) == {}
+
+
+def test_tokens_that_do_not_add_up_to_the_sample_s_length_are_an_error_that_names_it(url: str) -> None:
+    written(url, [prologue(), moved_group()])
+    engine = open_engine(url)
+    with engine.begin() as connection:
+        connection.execute(sa.text("DELETE FROM chunks WHERE sample_id = 11 AND start_len = 3"))
+    engine.dispose()
+    with pytest.raises(LedgerError, match=r"sample 11: tokens are missing.*\n.*scavenger ledger check") as caught:
+        payloads(url, 11, 12)
+    assert not isinstance(caught.value, LedgerUnavailable)
+    assert list(payloads(url, 12)) == [12]
+
+
+def test_a_snapshot_reads_no_chunks(url: str) -> None:
+    """A restart with millions of chunks must not wait for them: it does not even look whether they are there."""
+    written(url, [prologue(), moved_group()])
+    before = snapshot(url)
+    engine = open_engine(url)
+    with engine.begin() as connection:
+        connection.execute(sa.text("DROP TABLE chunks"))
+    engine.dispose()
+    assert snapshot(url) == before
+    assert [s.length for s in before.groups[0].samples] == [9, 4]
+
+
+def test_a_ledger_that_cannot_be_read_for_the_moment_is_told_from_one_that_is_broken(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'ledger.sqlite3'}"
+    written(url, [prologue(), moved_group()])
+    path = tmp_path / "ledger.sqlite3"
+    away = path.rename(tmp_path / "away")
+    engine = open_engine(url)  # makes an empty file, which is no ledger
+    path.unlink()
+    with pytest.raises(LedgerUnavailable, match="look at the disk"):
+        read_payloads(engine, [11])
+    away.rename(path)
+    assert list(read_payloads(engine, [11])) == [11]
+    path.write_bytes(b"not a database" * 1000)
+    with pytest.raises(LedgerError, match="cannot be read") as caught:
+        read_payloads(engine, [11])
+    assert not isinstance(caught.value, LedgerUnavailable)
+    engine.dispose()
 
 
 def test_samples_of_a_step_say_what_they_are_and_who_generated_them(url: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -78,7 +79,7 @@ def test_reports_run_unchanged_in_the_databases_own_programs(url: str) -> None:
 def test_gpu_hours_are_cut_at_midnight(url: str) -> None:
     written(url, history())
     found = [row for row in answers(url, "harvested_gpu_hours_by_day") if row["node"] == "n4"]
-    assert [(row["day"], row["gpu_hours"], row["holds"]) for row in found] == [("2026-09-21", 12, 1), ("2026-09-22", 24, 1)]
+    assert [(row["day_utc"], row["gpu_hours"], row["holds"]) for row in found] == [("2026-09-21", 12, 1), ("2026-09-22", 24, 1)]
 
 
 def test_days_are_named_as_the_calendar_names_them(sqlite_url: str) -> None:
@@ -86,7 +87,7 @@ def test_days_are_named_as_the_calendar_names_them(sqlite_url: str) -> None:
     holds = [r.HoldStarted(f"i{n}", 0, n, "n", 1, n * DAY_S + 3600.0) for n in days.values()]
     ends = [r.HoldEnded(f"i{n}", 0, "preempted", n * DAY_S + 7200.0) for n in days.values()]
     written(sqlite_url, [[*holds, *ends]])
-    assert [row["day"] for row in answers(sqlite_url, "harvested_gpu_hours_by_day")] == sorted(days)
+    assert [row["day_utc"] for row in answers(sqlite_url, "harvested_gpu_hours_by_day")] == sorted(days)
 
 
 def test_preemptions_and_lost_engines_count_tokens(url: str) -> None:
@@ -117,8 +118,24 @@ def test_the_life_of_a_sample_is_told_in_order(url: str) -> None:
     assert {row["sample_id"] for row in life} == {11}
     assert [row["what"] for row in life] == [
         "prompt submitted", "leased", "tokens accepted", "lease ended", "leased", "tokens accepted", "lease ended", "complete",
-        "consumed", "reopened", "group delivered", "consumed",
+        "consumed", "step committed", "weights published", "reopened", "group delivered", "consumed", "step committed",
+        "checkpoint written",
     ]  # fmt: skip
+    detail = {row["what"]: (row["who"], row["detail"]) for row in reversed(life)}  # the first of each
+    assert detail["prompt submitted"] == (
+        "sorting", "train step 1, prompt 0, take 0, sample 0 of 2 in group 10, version 1"
+    )  # fmt: skip
+    assert detail["leased"] == ("harvested worker 1 on n3", "epoch 1 after 0 tokens, version 1, job 501")
+    assert [(row["who"], row["detail"]) for row in life if row["what"] == "tokens accepted"] == [
+        ("reference on n3", "epoch 1, 5 tokens in 2 chunks, version 1"), ("reference on n0", "epoch 2, 4 tokens in 1 chunks, version 1"),
+    ]  # fmt: skip
+    assert detail["complete"] == ("stop", "9 tokens")
+    assert re.fullmatch(r"step 1, attempt 1, reward 1(\.0+)?, advantage 0\.70*", detail["consumed"][1])  # each database's own digits
+    assert [(row["who"], row["detail"]) for row in life if row["what"] == "step committed"] == [
+        ("undone by attempt 2", "step 1, attempt 1, on version 1"), ("survives", "step 1, attempt 2, on version 1"),
+    ]  # fmt: skip
+    assert detail["weights published"] == ("", "version 2 of step 1, attempt 1")
+    assert detail["checkpoint written"] == ("survives", "step 1, /ckpt/1")
 
 
 def test_what_is_in_flight_is_told_by_run_and_worker(url: str) -> None:

@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
+import msgspec
 import pytest
 
 from rollout.engines.base import Delta
@@ -195,6 +196,34 @@ def test_after_a_reconnect_everything_above_the_durable_length_is_sent_again() -
     assert [(c.offset, unpack_tokens(c.tokens)) for c in after] == [(2, (3, 4, 5, 6, 7, 8))]
     assert before[0].tokens[8:] == after[0].tokens[:8]
     assert before[0].logprobs[8:] == after[0].logprobs[:8]
+
+
+def test_under_another_history_of_the_ledger_every_lease_and_the_weights_are_void() -> None:
+    """An older ledger was restored: sample 1, epoch 1 and version 7 now name something else, even if every Revoke is lost."""
+    talk = Talk()
+    talk.do(Connected())
+    talk.hear(msgspec.structs.replace(WELCOME, ledger="before"))
+    talk.hear(wire.UseWeights(7, b"", ()))
+    talk.do(Loaded(7, b"root", 0.1, 0.1))
+    talk.assign(lease(1))
+    talk.made(1, 11, 12)
+    (hello,) = sent(talk.hear(wire.HelloAgain("restarted")))
+    assert isinstance(hello, wire.WorkerHello)
+    assert (hello.ledger, hello.loaded_version, hello.loaded_root, len(hello.held)) == ("before", 7, b"root", 1)
+    again = talk.hear(msgspec.structs.replace(WELCOME, ledger="after"))
+    assert of(Abort, again) == [Abort((1,))]
+    assert chunks(again) == []
+    assert talk.session.work.held() == ()
+    (load,) = of(Load, talk.hear(wire.UseWeights(7, b"", ())))
+    assert load.weights.version == 7, "version 7 is another one now"
+    talk.do(Loaded(7, b"other", 0.1, 0.1))
+    (add,) = of(Add, talk.assign(lease(1)))
+    assert add.request.accepted == (), "the same numbers begin anew"
+    (hello,) = sent(talk.hear(wire.HelloAgain("restarted")))
+    assert isinstance(hello, wire.WorkerHello)
+    assert (hello.ledger, hello.loaded_root) == ("after", b"other")
+    again = talk.hear(msgspec.structs.replace(WELCOME, ledger="after"))
+    assert of(Abort, again) == [], "a restart of the daemon alone voids nothing"
 
 
 def test_three_unanswered_heartbeats_mean_a_new_socket() -> None:

@@ -8,17 +8,19 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
 import zmq
 
-from scavenger import keys, wire
+from scavenger import keys, ownership, wire
 from scavenger.ledger import reader, store
 from scavenger.ledger.records import GroupState
-from scavenger.ledger.writer import Writer
+from scavenger.ledger.writer import Writer, WriterState
 from scavenger.router.events import Identity
 from scavenger.router.machine import Router
+from scavenger.router.payloads import Payload, PayloadStore
 from scavenger.router.server import KeyRing, Server
 from scavenger.router.state import Limits
 from tests.router.harness import payload
@@ -29,16 +31,31 @@ LIMITS = Limits(heartbeat_s=0.3, suspect_s=2.0, dead_s=6.0, reconnect_s=6.0)
 class LiveDaemon:
     """The router's server and the ledger's writer on a loop in a thread of their own. `kill` drops what is not committed."""
 
-    def __init__(self, state_dir: Path) -> None:
+    def __init__(self, state_dir: Path, url: str = "", keyring: KeyRing | None = None, payload_bytes: int = 2**20) -> None:
         self.state_dir = state_dir
+        self.payload_bytes = payload_bytes
         keys.init_state(state_dir, "owner")
-        self.url = f"sqlite:///{state_dir / 'ledger.sqlite3'}"
-        self.keyring = KeyRing()
-        for public in keys.enrolled_owners(state_dir):
-            self.keyring.allow(public, Identity("owner", public))
+        self.url = url or f"sqlite:///{state_dir / 'ledger.sqlite3'}"
+        self.keyring = keyring or KeyRing()
+        self.fenced = threading.Event()
+        self._owners: set[str] = set()
+        self.allow_owners()
         self._thread: threading.Thread | None = None
         self._port = 0
         self.error: BaseException | None = None
+        self.may_fail = False
+        self.readable = threading.Event()  # cleared: tokens are not read back, as on a slow disk
+        self.readable.set()
+        self.read_errors: list[Exception] = []  # what the next reads raise
+
+    def allow_owners(self) -> None:
+        """As the daemon does every few seconds."""
+        owners = keys.enrolled_owners(self.state_dir)
+        for gone in self._owners - set(owners):
+            self.keyring.revoke(gone)
+        for public, recorded in owners.items():
+            self.keyring.allow(public, Identity("owner", recorded))
+        self._owners = set(owners)
 
     def __enter__(self) -> LiveDaemon:
         self.start()
@@ -59,7 +76,8 @@ class LiveDaemon:
     def stop(self, *, drain: bool = True) -> None:
         if self._thread is not None:
             self._drain = drain
-            self.loop.call_soon_threadsafe(self._stop.set)
+            with contextlib.suppress(RuntimeError):  # it was fenced and has ended by itself
+                self.loop.call_soon_threadsafe(self._stop.set)
             self._thread.join(20)
             assert not self._thread.is_alive()
             self._thread = None
@@ -77,26 +95,47 @@ class LiveDaemon:
             with contextlib.suppress(RuntimeError):
                 self.loop.call_soon_threadsafe(lambda: self.server.committed(ticket))
 
-        self.writer = writer = Writer(self.url, "host", os.getpid(), "test", time.time, on_commit=committed)
+        def changed(state: WriterState, reason: str) -> None:
+            if state is WriterState.FENCED:  # as the daemon does: it stops at once
+                self.fenced.set()
+                self.loop.call_soon_threadsafe(self._stop.set)
+
+        self.writer = writer = Writer(
+            self.url, "host", os.getpid(), "test", time.time,
+            on_commit=committed, on_state=changed, announced=ownership.announced(self.state_dir),
+        )  # fmt: skip
         writer.start()
+
+        def read(sample_ids: Sequence[int]) -> dict[int, Payload]:
+            assert self.readable.wait(20)
+            if self.read_errors:
+                raise self.read_errors.pop(0)
+            return reader.read_payloads(writer.engine, sample_ids)
+
+        async def payloads(sample_ids: Sequence[int]) -> dict[int, Payload]:
+            return await asyncio.to_thread(read, sample_ids)
 
         async def history(run_id: int, after: int) -> tuple[GroupState, ...]:
             return await asyncio.to_thread(reader.replay_groups, writer.engine, run_id, after)
 
-        router = Router(LIMITS, writer.generation)
+        payload_store = PayloadStore(self.payload_bytes)
+        router = Router(LIMITS, writer.generation, payload_store, writer.granted.timeline, writer.granted.restored)
         pair = keys.read_keypair(keys.server_key_path(self.state_dir))
-        self.server = Server(router, writer, self.keyring, pair, time.time, history)
+        self.server = Server(router, writer, self.keyring, pair, time.time, history, payload_store, payloads)
         try:
             snapshot = reader.read_snapshot(writer.engine)
             port = self._port = self.server.bind("127.0.0.1", self._port)
             self.server.perform(router.restore(snapshot, time.time()))
-            here = keys.Rendezvous(f"tcp://127.0.0.1:{port}", pair.public, writer.generation, os.getpid(), socket.gethostname())
+            here = keys.Rendezvous(
+                f"tcp://127.0.0.1:{port}", pair.public, writer.generation, os.getpid(), socket.gethostname(), writer.granted.uid
+            )
             keys.write_rendezvous(self.state_dir, here)
             ready.set()
             await self.server.run(self._stop)
         except BaseException as error:
             self.error = error
-            raise
+            if not self.may_fail:
+                raise
         finally:
             await asyncio.to_thread(writer.close, self._drain)
             self.server.close()
@@ -184,8 +223,9 @@ def hello(session: str, node: str = "n", **change: object) -> wire.WorkerHello:
 class ScriptedWorker(threading.Thread):
     """Generates the harness's tokens, `pace` a chunk of 2 every so many seconds; greets again whenever the daemon falls silent."""
 
-    def __init__(self, state_dir: Path, pair: keys.KeyPair, session: str, pace: float = 0.01) -> None:
+    def __init__(self, state_dir: Path, pair: keys.KeyPair, session: str, pace: float = 0.01, protocol: int = wire.PROTOCOL) -> None:
         super().__init__(name=session)
+        self._protocol, self.ledger = protocol, ""
         self._dir, self._pair, self._session, self._pace = state_dir, pair, session, pace
         self.halt = threading.Event()
         self.error: BaseException | None = None
@@ -226,7 +266,10 @@ class ScriptedWorker(threading.Thread):
     def _greet(self, peer: Peer) -> None:
         self.greeted = False
         held = tuple(wire.Held(i, lease.epoch, length) for i, (lease, length) in self.leases.items())
-        peer.say(hello(self._session, loaded_version=self.loaded, held=held))
+        said: dict[str, object] = {"protocol": self._protocol, "loaded_version": self.loaded, "held": held}
+        if self._protocol > 1:
+            said |= {"ledger": self.ledger, "loaded_root": b"root-%d" % self.loaded}
+        peer.say(hello(self._session, **said))
 
     def _generate(self, peer: Peer) -> None:
         chunks = []
@@ -242,8 +285,10 @@ class ScriptedWorker(threading.Thread):
 
     def _take(self, peer: Peer, message: wire.ToWorker) -> None:
         match message:
-            case wire.Welcome():
-                self.greeted = True
+            case wire.Welcome(ledger=ledger):
+                if self._protocol > 1 and self.ledger not in ("", ledger):
+                    self.leases, self.acked, self.loaded = {}, {}, -1
+                self.greeted, self.ledger = True, ledger
             case wire.HelloAgain():
                 self._greet(peer)
             case wire.UseWeights(version=version):

@@ -15,6 +15,7 @@ from scavenger.ledger import records as rec
 from scavenger.router import audit
 from scavenger.router.events import (
     Committed,
+    Fill,
     HelloReceived,
     HistoryRead,
     Identity,
@@ -24,10 +25,12 @@ from scavenger.router.events import (
     Send,
     Tick,
     TrainerCalled,
-    WorkerSaid,
     Write,
 )
 from scavenger.router.machine import Router
+from scavenger.router.office import filled, lacking, lacking_message, take_back
+from scavenger.router.payload_check import checked
+from scavenger.router.payloads import Payload, PayloadStore
 from scavenger.router.state import Limits
 from scavenger.wire import (
     PROTOCOL,
@@ -229,8 +232,7 @@ class Ledger:
             self.group_versions[group_id],
             tuple(
                 rec.SampleState(
-                    i, r.index, r.state, r.epoch, r.moves, r.tokens, r.logprobs, r.raw_logprobs, r.finish, r.reward, r.lease, r.step,
-                    r.attempt, r.reason,
+                    i, r.index, r.state, r.epoch, r.moves, len(r.tokens) // 4, r.finish, r.reward, r.lease, r.step, r.attempt, r.reason,
                 )
                 for i, r in rows
             ),
@@ -261,6 +263,9 @@ class Ledger:
 
     def history(self, run_id: int, after_step: int) -> tuple[rec.GroupState, ...]:
         return self._wanted(run_id, after_step)
+
+    def payloads(self, sample_ids: list[int]) -> dict[int, Payload]:
+        return {i: (r.tokens, r.logprobs, r.raw_logprobs) for i in sample_ids if (r := self.samples.get(i)) is not None}
 
     def snapshot(self) -> rec.Snapshot:
         active = [i for i, run in self.runs.items() if not run["ended"]]
@@ -301,6 +306,9 @@ class StoredLedger(Ledger):
     def history(self, run_id: int, after_step: int) -> tuple[rec.GroupState, ...]:
         return reader.replay_groups(self._engine, run_id, after_step)
 
+    def payloads(self, sample_ids: list[int]) -> dict[int, Payload]:
+        return reader.read_payloads(self._engine, sample_ids)
+
     def snapshot(self) -> rec.Snapshot:
         return reader.read_snapshot(self._engine)
 
@@ -313,15 +321,20 @@ class StoredLedger(Ledger):
 
 
 class Bench:
-    """A core, its ledger, its mail and a clock that moves when told."""
+    """A core, its ledger, its mail and a clock that moves when told.
 
-    def __init__(self, *, auto: bool = True, limits: Limits | None = None) -> None:
+    `payload_bytes` bounds the tokens in memory: so few, by default, that most are evicted as soon as they are durable, and read back.
+    """
+
+    def __init__(self, *, auto: bool = True, limits: Limits | None = None, payload_bytes: int = 2_000) -> None:
         self.limits = limits or Limits()
         self.ledger = Ledger()
         self.now = 1000.0
         self.auto = auto
         self.generation = 1
-        self.router = Router(self.limits, 1)
+        self.payload_bytes = payload_bytes
+        self.read_back = 0  # samples whose tokens were read from the ledger
+        self.router = self._router()
         self.writes: list[Write] = []  # not committed
         self.reads: list[ReadHistory] = []
         self.mail: dict[int, list[Message]] = {}
@@ -330,14 +343,42 @@ class Bench:
         self.trainer = 1
         self.sessions = 0
 
+    def _router(self) -> Router:
+        self.store = PayloadStore(self.payload_bytes)
+        return Router(self.limits, self.generation, self.store)
+
     def handle(self, event: RouterEvent) -> list[RouterAction]:
+        core = self.router.core
+        self._load(lacking(core, self.store, event))
         actions = self.router.handle(event, self.now)
-        audit.check(self.router.core)
+        self.store.trim()
+        audit.check(core)
+        self.store.check({s.id: (s.accepted, s.durable) for s in core.samples.values()})
         self.perform(actions)
         return actions
 
-    def perform(self, actions: list[RouterAction]) -> None:
+    def _load(self, wanted: dict[int, int]) -> None:
+        """As the edge does, but at once."""
+        for sample_id, payload in self.ledger.payloads(list(wanted)).items():
+            self.read_back += 1
+            assert len(payload[0]) // 4 >= wanted[sample_id], f"sample {sample_id}: evicted before it was durable"
+            take_back(self.router.core, self.store, sample_id, payload)
+
+    def filled(self, actions: list[RouterAction]) -> list[RouterAction]:
+        """The actions with their messages' tokens."""
+        found: list[RouterAction] = []
         for action in actions:
+            if isinstance(action, Fill):
+                self._load(lacking_message(self.router.core, self.store, action))
+                message = filled(self.store, action)
+                self.store.trim()
+                found += [Send(action.conn, message)] if message is not None else []
+            else:
+                found.append(action)
+        return found
+
+    def perform(self, actions: list[RouterAction]) -> None:
+        for action in self.filled(actions):
             match action:
                 case Send(conn=conn, message=message):
                     self.mail.setdefault(conn, []).append(message)
@@ -372,7 +413,7 @@ class Bench:
         """The daemon dies; another starts from what was committed. Every connection is gone."""
         self.generation += 1
         self.writes, self.reads, self.mail = [], [], {}
-        self.router = Router(self.limits, self.generation)
+        self.router = self._router()
         actions = self.router.restore(self.ledger.snapshot(), self.now)
         audit.check(self.router.core)
         self.perform(actions)
@@ -455,7 +496,7 @@ class Bench:
         self.handle(HelloReceived(conn, who, WorkerHello(**(greeting | other))))  # type: ignore[arg-type]
 
     def say(self, conn: int, message: Message) -> None:
-        self.handle(WorkerSaid(conn, message))
+        self.handle(checked(conn, message))
 
     def join(self, conn: int, version: int = 1, **how: object) -> list[Lease]:
         """A worker greets and loads; returns the leases that it is given."""

@@ -29,10 +29,10 @@ def finish_all(bench: Bench, conn: int, leases: list[Lease]) -> None:
 
 def refused(bench: Bench, conn: int, chunk: Chunk, reason: str) -> None:
     """The chunk changes nothing, is counted, is written down with its reason, and its worker is told to drop the lease."""
-    accepted = {i: bytes(s.tokens) for i, s in bench.router.core.samples.items()}
+    accepted = {i: s.accepted for i, s in bench.router.core.samples.items()}
     before = len(bench.events("chunk_refused"))
     bench.say(conn, Chunks((chunk,)))
-    assert {i: bytes(s.tokens) for i, s in bench.router.core.samples.items()} == accepted
+    assert {i: s.accepted for i, s in bench.router.core.samples.items()} == accepted
     assert reason in bench.events("chunk_refused")[before].reason
     assert bench.router.core.counters["chunk_refused"] == before + 1
     assert (chunk.sample_id, chunk.epoch) in bench.take(conn, Revoke)[0].leases

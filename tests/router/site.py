@@ -1,6 +1,5 @@
 """What lies between the processes of a simulated site: daemons on one ledger, their disk, connections, clocks. `world` adds the rest."""
 
-
 from __future__ import annotations
 
 from collections import deque
@@ -18,9 +17,9 @@ from scavenger.router.events import (
     RouterEvent,
     Send,
     TrainerCalled,
-    WorkerSaid,
     Write,
 )
+from scavenger.router.payload_check import checked
 from scavenger.router.state import Limits
 from scavenger.wire import Call, Denied, Message, OpenRun, Reply, WorkerHello
 from tests.router.checks import Truth, Watch
@@ -55,7 +54,7 @@ class Daemon(Bench):
         return actions
 
     def perform(self, actions: list[RouterAction]) -> None:
-        for action in actions:
+        for action in self.filled(actions):
             match action:
                 case Send(conn=conn, message=message):
                     self.watch.promised(conn, message)
@@ -155,7 +154,7 @@ class Site:
         elif isinstance(message, WorkerHello):
             daemon.handle(HelloReceived(link.conn, link.who, message))
         else:
-            daemon.handle(WorkerSaid(link.conn, message))
+            daemon.handle(checked(link.conn, message))
 
     def _call_up(self, daemon: Daemon, link: Link, call: Call) -> None:
         run = daemon.router.core.runs.get(call.run)

@@ -123,10 +123,9 @@ def big(nbytes: int) -> bytes:
         (b"", "not a message of protocol", False),
         (msgspec.msgpack.encode({"type": "NoSuchMessage"}), "not a message of protocol", False),
         (big(wire.MAX_HELLO_BYTES), "over the limit of 65,536", True),
-        (wire.encode(hello("s", protocol=0)), "protocol 0: this daemon speaks 1 to 1", False),
         (wire.encode(hello("s", job_id=2**63)), "values that cannot be", False),
     ],
-    ids=["garbage", "empty", "unknown", "oversized", "old", "overflow"],
+    ids=["garbage", "empty", "unknown", "oversized", "overflow"],
 )
 def test_what_no_peer_should_send_is_refused_recorded_and_survived(daemon: LiveDaemon, frame: bytes, reason: str, retry: bool) -> None:
     with Client.connect(daemon.state_dir) as client, Peer(daemon.state_dir, daemon.worker_key("j")) as bad:

@@ -219,7 +219,6 @@ def test_weights_under_another_root_are_refused_and_the_worker_leaves() -> None:
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"protocol": 99}, "protocol 99"),
         ({"run": "other"}, "minted for another run"),
         ({"kind": "reserved"}, ""),
         ({"incarnation": 2**63}, "values that cannot be"),
@@ -241,6 +240,19 @@ def test_a_hello_that_cannot_be_is_refused_with_its_reason(change: dict[str, obj
     (answer,) = bench.take(50, Rejected)
     assert reason in answer.reason
     assert not answer.retry
+    assert len(bench.events("hello_refused")) == 1
+
+
+@pytest.mark.parametrize("protocol", [0, 99])
+def test_a_worker_of_a_release_too_far_away_is_drained_with_the_reason(protocol: int) -> None:
+    """Refused, its job would end as failed, and its node would be quarantined after three such jobs."""
+    bench = started(n=1)
+    bench.hello(50, protocol=protocol)
+    (answer,) = bench.take(50, Drain)
+    assert f"protocol {protocol}: this daemon speaks 1 to 2" in answer.reason
+    assert "one release" in answer.reason
+    assert bench.take(50, Rejected) == []
+    assert bench.leases(50) == []
     assert len(bench.events("hello_refused")) == 1
 
 

@@ -12,8 +12,8 @@ from scavenger.router.events import (
     Identity,
     IntentRevoked,
     JobGone,
-    WorkerSaid,
 )
+from scavenger.router.payload_check import checked
 from scavenger.router.state import WorkerStatus
 from scavenger.wire import Chunks
 from tests.router.checks import audit_groups, audit_ledger
@@ -179,7 +179,7 @@ class World(Site):
         self._worker_fault(f"lies: {LIES[kind]}", name)
         chunk = forged(LIES[kind], sample.id, held.epoch, sample.lease_version, sample.accepted)
         before = {i: s.accepted for i, s in core.samples.items()}
-        self.daemon.handle(WorkerSaid(worker.link.conn, Chunks((chunk,))))
+        self.daemon.handle(checked(worker.link.conn, Chunks((chunk,))))
         after = {i: s.accepted for i, s in core.samples.items()}
         assert after == before, f"sample {sample.id}: a chunk with {LIES[kind]} was accepted (I1, I4, I5)"
 

@@ -26,6 +26,8 @@ class Killed(Exception):
 class Script:
     """Run, ranks, source, problems, scoring, stepper and monitor of one attempt; `acts` is what it did, `die_at` its last act."""
 
+    version = "judge"
+
     def __init__(self, attempt: int, die_at: tuple[str, int] | None = None) -> None:
         self.attempt, self.next_version, self.updates_taken = attempt, 1, 0
         self.acts: list[tuple[str, int]] = []

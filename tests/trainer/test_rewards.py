@@ -52,6 +52,20 @@ def test_a_reward_function_is_called_with_texts_and_meta() -> None:
 
 
 @pytest.mark.usefixtures("functions")
+def test_a_version_follows_the_module_s_file_unless_the_user_names_one(tmp_path: Path) -> None:
+    def version(**more: str) -> str:
+        with runner("good", **more) as rewards:
+            return rewards.version
+
+    first = version()
+    assert first.startswith("judged:good@")
+    assert version() == first
+    (tmp_path / "judged.py").write_text(FUNCTIONS + "# another judge\n")
+    assert version() != first
+    assert version(version="v7") == "v7"
+
+
+@pytest.mark.usefixtures("functions")
 @pytest.mark.parametrize(("name", "why"), [("raises", "no such judge"), ("dies", "ended with status 9"), ("nan", "the reward is nan")])
 def test_a_failure_is_an_error_not_a_reward_of_zero(name: str, why: str) -> None:
     with runner(name) as rewards, pytest.raises(RewardError, match=f"failed 2 times: .*{why}"):

@@ -92,11 +92,15 @@ class RecordedRun:
 class LengthReward:
     """Longer is better, except that the group of problem 2 is worth nothing."""
 
+    version = "length"
+
     def score(self, prompt: str, answer: str, meta: dict[str, Any]) -> float:
         return 0.0 if meta["answer"] == WORTHLESS else float(len(answer))
 
 
 class NoReward:
+    version = "none"
+
     def score(self, prompt: str, answer: str, meta: dict[str, Any]) -> float:
         raise RewardError("no judge")
 

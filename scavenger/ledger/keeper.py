@@ -1,0 +1,102 @@
+"""The daemon's task that applies retention, a portion at a time, while the writer has little else to do.
+
+Owns when: it looks at the runs now and then, step after step, and waits for each portion's commit. `retention` owns what may be done.
+It holds a mark a run in memory; a restarted daemon looks at the old steps once more and finds them done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import sqlalchemy as sa
+import structlog
+
+from scavenger.errors import LedgerError
+from scavenger.ledger import queries, reader
+from scavenger.ledger.records import Record
+from scavenger.ledger.retention import Policy, RunSight, SampleSight, limit, plan
+
+log = structlog.get_logger()
+
+LOOK_S = 15.0
+#: Above this the writer has its own to do.
+QUIET_BYTES = 262_144
+_QUIET_S = 0.05
+
+
+class Keeper:
+    """See the module. `commit` returns once its records are durable."""
+
+    def __init__(
+        self,
+        engine: sa.Engine,
+        policy: Policy,
+        *,
+        commit: Callable[[Sequence[Record]], Awaitable[None]],
+        backlog_bytes: Callable[[], int],
+        clock: Callable[[], float],
+        look_s: float | None = None,
+    ) -> None:
+        self._engine, self._policy = engine, policy
+        self._commit, self._backlog_bytes, self._clock = commit, backlog_bytes, clock
+        self._look_s = LOOK_S if look_s is None else look_s
+        self._done: dict[tuple[int, int], int] = {}  # (run_id, attempt) -> the last step that was dealt with
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Apply the policy until `stop`. A ledger that cannot be read is tried again at the next look."""
+        while not stop.is_set():
+            try:
+                await self.look()
+            except LedgerError as error:
+                log.warning("retention waits", reason=error.cause)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), self._look_s)
+
+    async def look(self) -> int:
+        """Bring every run up to date; returns the number of samples that were dealt with."""
+        found = 0
+        for run in await asyncio.to_thread(run_sights, self._engine):
+            found += await self._keep(run)
+        return found
+
+    async def _keep(self, run: RunSight) -> int:
+        done, bound, samples, tokens = self._done.get((run.run_id, run.attempt), -1), limit(run, self._policy), 0, 0
+        while (step := await asyncio.to_thread(_next_step, self._engine, run.run_id, done, bound)) is not None:
+            sights = await asyncio.to_thread(sample_sights, self._engine, run.run_id, step)
+            for portion in plan(run, sights, self._policy, self._clock()):
+                while self._backlog_bytes() > QUIET_BYTES:
+                    await asyncio.sleep(_QUIET_S)
+                await self._commit([portion.record])
+                samples, tokens = samples + len(portion.record.sample_ids), tokens + portion.tokens
+                log.debug("retention", run=run.run_id, samples=len(portion.record.sample_ids), to=portion.record.to, reason=portion.reason)
+            self._done[run.run_id, run.attempt] = done = step
+        if samples:
+            log.info("retention", run=run.run_id, samples=samples, tokens=tokens, to=self._policy.to, up_to_step=bound)
+        return samples
+
+
+def run_sights(engine: sa.Engine) -> list[RunSight]:
+    """Every run."""
+    kept: dict[int, list[int]] = defaultdict(list)
+    for run_id, step in reader.rows(engine, "SELECT run_id, step FROM checkpoints WHERE rewound_by IS NULL").rows:
+        kept[run_id].append(step)
+    found = reader.rows(engine, queries.load("retention_runs")).rows
+    return [RunSight(run_id, attempt, last, reader.final_step(config, kept[run_id])) for run_id, attempt, last, config in found]
+
+
+def sample_sights(engine: sa.Engine, run_id: int, step: int) -> list[SampleSight]:
+    """The samples generated for a step, training and evaluation."""
+    rows: Sequence[Sequence[Any]] = reader.rows(engine, queries.load("retention_samples"), {"run_id": run_id, "step": step}).rows
+    return [SampleSight(*row) for row in rows]
+
+
+def _next_step(engine: sa.Engine, run_id: int, done: int, bound: int) -> int | None:
+    if done >= bound:
+        return None
+    answer = reader.rows(engine, queries.load("retention_step"), {"run_id": run_id, "done": done, "bound": bound})
+    step: int | None = answer.rows[0][0]
+    return step

@@ -1,0 +1,259 @@
+"""What one decode step, a prefill and the KV cache cost on a GPU: a roofline of memory bandwidth and compute. Pure functions.
+
+A step reads all weights and every running sequence's KV once, computes 2 FLOPs a weight and token, and pays a fixed overhead:
+
+    step_s = overhead + max((weights + kv_bytes * C) / bandwidth, (2 * P * B + 4 * l * h * d * C) / flops)
+
+with B sequences, C tokens of context over all of them, P weights in matrix products, l layers of h heads of dimension d. Sequences that
+all grow by a token a step make C grow by B, so a stretch of steps is an arithmetic series (two, where the roofline bends) and is summed in
+closed form. Knows nothing of samples, requests, time or events: `sequences.py` holds an engine's running batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from scavenger.errors import ConfigError
+
+BF16_BYTES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU by its datasheet. `dense_flops`: bf16 tensor cores without sparsity. `nvlink_bytes_s`: one direction."""
+
+    name: str
+    memory_bytes: float
+    bandwidth_bytes_s: float
+    dense_flops: float
+    nvlink_bytes_s: float
+    host_bytes_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A dense decoder-only transformer with grouped-query attention and a gated MLP, by its config.json."""
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    tied: bool = False
+
+    @property
+    def layer_parameters(self) -> int:
+        """Weights in one layer's matrix products: q and o, k and v, gate, up and down. (Norms are left out: under 0.01 %.)"""
+        return self.hidden * (2 * self.heads + 2 * self.kv_heads) * self.head_dim + 3 * self.hidden * self.intermediate
+
+    @property
+    def matmul_parameters(self) -> int:
+        """Weights that every decoded token is multiplied with: the layers and the output head, not the embedding look-up."""
+        return self.layers * self.layer_parameters + self.vocab * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        return self.matmul_parameters + (0 if self.tied else self.vocab * self.hidden)
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.parameters * BF16_BYTES
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return 2 * self.layers * self.kv_heads * self.head_dim * BF16_BYTES
+
+    @property
+    def attention_flops_per_pair(self) -> int:
+        """FLOPs for one query token and one key token, over all layers: QK^T and PV, 2 FLOPs each a dimension."""
+        return 4 * self.layers * self.heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """The free parameters, to be fitted with `calibrate.py`. Shares of the datasheet's peak, and seconds a step."""
+
+    bandwidth: float
+    decode_compute: float
+    overhead_s: float
+    prefill_compute: float
+    memory_share: float = 0.9
+    # two all-reduces a layer when tensor parallel: a latency each, and the payload over NVLink
+    allreduce_latency_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Step seconds of a batch of B: `overhead + max(memory + memory_slope * C, compute + compute_slope * C)`, C tokens of context."""
+
+    overhead: float
+    memory: float
+    memory_slope: float
+    compute: float
+    compute_slope: float
+
+    def at(self, context: float) -> float:
+        return self.overhead + max(self.memory + self.memory_slope * context, self.compute + self.compute_slope * context)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """One engine: a model on `gpus` GPUs (tensor parallel). `resident_bytes`: a GPU's memory that others hold (training state)."""
+
+    model: Model
+    gpu: Gpu
+    efficiency: Efficiency
+    gpus: int = 1
+    max_sequences: int = 256
+    prefill_chunk: int = 8192
+    resident_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kv_capacity <= 0:
+            raise ConfigError(
+                f"{self.model.name} leaves no memory for KV on {self.gpus} x {self.gpu.name} beside {self.resident_bytes / 1e9:.0f} GB",
+                "give the engine more GPUs, or offload the training state",
+            )
+
+    @property
+    def kv_capacity(self) -> int:
+        """Tokens of KV that fit beside the weights. Counted in tokens, not in blocks: at most half a block a sequence too many."""
+        free = self.gpus * (self.gpu.memory_bytes * self.efficiency.memory_share - self.resident_bytes) - self.model.weight_bytes
+        return math.floor(free / self.model.kv_bytes_per_token)
+
+    def with_resident(self, nbytes_per_gpu: float) -> EngineSpec:
+        """The same engine while others hold this much of each of its GPUs' memory."""
+        return replace(self, resident_bytes=nbytes_per_gpu)
+
+    def curve(self, batch: int) -> Curve:
+        """The cost of one step of `batch` sequences as a function of their context tokens."""
+        if batch < 1:
+            raise ValueError(f"a batch of {batch}")
+        model, eff = self.model, self.efficiency
+        bandwidth = self.gpus * self.gpu.bandwidth_bytes_s * eff.bandwidth
+        flops = self.gpus * self.gpu.dense_flops * eff.decode_compute
+        return Curve(
+            overhead=eff.overhead_s + self.allreduce_s(batch),
+            memory=model.matmul_parameters * BF16_BYTES / bandwidth,
+            memory_slope=model.kv_bytes_per_token / bandwidth,
+            compute=2 * model.matmul_parameters * batch / flops,
+            compute_slope=model.attention_flops_per_pair / flops,
+        )
+
+    def allreduce_s(self, tokens: int) -> float:
+        """Ring all-reduce of the activations of `tokens` tokens, twice a layer: each GPU sends 2 (g - 1) / g of them."""
+        if self.gpus == 1:
+            return 0.0
+        payload = 2 * (self.gpus - 1) / self.gpus * tokens * self.model.hidden * BF16_BYTES / self.gpu.nvlink_bytes_s
+        return 2 * self.model.layers * (self.efficiency.allreduce_latency_s + payload)
+
+    def step_s(self, batch: int, context_tokens: float) -> float:
+        """Seconds of one decode step of `batch` sequences that hold `context_tokens` together."""
+        return self.curve(batch).at(context_tokens)
+
+    def tokens_per_s(self, batch: int, context: float) -> float:
+        """Tokens a second of `batch` sequences of `context` tokens each."""
+        return batch / self.step_s(batch, batch * context)
+
+    def prefill_s(self, new_tokens: int, cached_tokens: int = 0) -> float:
+        """Seconds to prefill `new_tokens` after `cached_tokens` whose KV is there.
+
+        A re-prefill after a move is this with the prompt and all accepted tokens as `new_tokens`; a prompt that a sibling has left in this
+        engine's cache is `cached_tokens`.
+        """
+        return self.prefill_many_s([(new_tokens, cached_tokens)])
+
+    def prefill_many_s(self, parts: Sequence[tuple[int, int]]) -> float:
+        """Seconds to prefill (new, cached) token counts together, in chunks: compute bound, but each chunk reads all weights."""
+        tokens = sum(new for new, _ in parts)
+        if not tokens:
+            return 0.0
+        model, eff = self.model, self.efficiency
+        pairs = sum(new * cached + new * (new + 1) / 2 for new, cached in parts)
+        work = 2 * model.matmul_parameters * tokens + model.attention_flops_per_pair * pairs
+        compute = work / (self.gpus * self.gpu.dense_flops * eff.prefill_compute)
+        chunks = math.ceil(tokens / self.prefill_chunk)
+        read = model.matmul_parameters * BF16_BYTES / (self.gpus * self.gpu.bandwidth_bytes_s * eff.bandwidth)
+        latency = 2 * model.layers * eff.allreduce_latency_s * (chunks - 1) if self.gpus > 1 else 0.0
+        return chunks * eff.overhead_s + latency + self.allreduce_s(tokens) + max(compute, chunks * read)
+
+    def max_batch(self, context: float) -> int:
+        """Sequences of `context` tokens that fit, at least 1."""
+        return max(1, min(self.max_sequences, math.floor(self.kv_capacity / max(1.0, context))))
+
+    def plateau(self, context: float, share: float = 0.9) -> int:
+        """The smallest batch at `context` tokens each that reaches `share` of the best throughput that fits.
+
+        Throughput grows with the batch (each term of a step's cost grows at most in proportion), so bisection finds it.
+        """
+        if not 0 < share <= 1:
+            raise ValueError(f"share {share} is not in (0, 1]")
+        low, high = 1, self.max_batch(context)
+        wanted = share * self.tokens_per_s(high, context)
+        while low < high:
+            middle = (low + high) // 2
+            if self.tokens_per_s(middle, context) >= wanted:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """`batch` sequences that hold `context` tokens together at step 0 and gain one each a step, with nothing else happening."""
+
+    curve: Curve
+    batch: int
+    context: float
+
+    def seconds(self, steps: float) -> float:
+        """Time of the first `steps` steps. Step k (from 0) costs `curve.at(context + k * batch)`; fractions interpolate smoothly."""
+        bend = self._bend()
+        if steps <= bend:
+            return self._series(0, steps, early=True)
+        return self._series(0, bend, early=True) + self._series(bend, steps, early=False)
+
+    def steps(self, seconds: float) -> float:
+        """How many steps (with a fraction) `seconds` are enough for: the inverse of `seconds`."""
+        bend = self._bend()
+        first = self._series(0, bend, early=True) if bend < math.inf else math.inf
+        if seconds <= first:
+            return self._solve(0, seconds, early=True)
+        return self._solve(bend, seconds - first, early=False)
+
+    def _lines(self) -> tuple[tuple[float, float], tuple[float, float]]:
+        """(cost, slope a step) of the line that leads at step 0, then of the other."""
+        curve, batch = self.curve, self.batch
+        memory = (curve.overhead + curve.memory + curve.memory_slope * self.context, curve.memory_slope * batch)
+        compute = (curve.overhead + curve.compute + curve.compute_slope * self.context, curve.compute_slope * batch)
+        return (memory, compute) if memory >= compute else (compute, memory)
+
+    def _bend(self) -> float:
+        """The first whole step at which the other line leads; infinity when it never does."""
+        (high, slope), (low, steeper) = self._lines()
+        return math.ceil((high - low) / (steeper - slope)) if steeper > slope else math.inf
+
+    def _line(self, early: bool) -> tuple[float, float]:
+        first, second = self._lines()
+        return first if early else second
+
+    def _series(self, start: float, end: float, early: bool) -> float:
+        """Sum over k from `start` to `end - 1` of cost + slope * k."""
+        cost, slope = self._line(early)
+        count = end - start
+        return count * (cost + slope * start) + slope * count * (count - 1) / 2 if count else 0.0
+
+    def _solve(self, start: float, seconds: float, early: bool) -> float:
+        """The `end` at which the series from `start` has taken `seconds`: the root of slope/2 n^2 + (first - slope/2) n - seconds."""
+        cost, slope = self._line(early)
+        linear = cost + slope * start - slope / 2
+        if slope == 0:
+            return start + seconds / linear
+        # this form of the root loses no digits when slope is tiny
+        return start + 2 * seconds / (linear + math.sqrt(linear * linear + 2 * slope * seconds))

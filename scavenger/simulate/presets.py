@@ -1,0 +1,75 @@
+"""GPUs, models and engines by name. Every constant has its source in the comment above it; what was assumed says so.
+
+Datasheets give the hardware, config.json the models. The efficiencies are the free parameters: measure an engine and fit them with
+`calibrate.py` before a figure is believed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+from scavenger.errors import ConfigError
+from scavenger.simulate.decode import Efficiency, EngineSpec, Gpu, Model
+from scavenger.simulate.startup import ColdStart, Phase
+
+MIB = 2**20
+T = TypeVar("T")
+
+# NVIDIA H100 datasheet, SXM: 3.35 TB/s HBM3, 1,979 TFLOPS bf16 with sparsity (989.4 dense), NVLink 900 GB/s both ways, PCIe 5 x16
+# 128 GB/s both ways. Memory: what `nvidia-smi` shows of the 80 GB.
+H100 = Gpu("H100", 81_559 * MIB, 3.35e12, 989.4e12, 450e9, 64e9)
+# NVIDIA H200 datasheet, SXM: 141 GB HBM3e, 4.8 TB/s; compute, NVLink and PCIe as H100. Memory: `nvidia-smi`.
+H200 = Gpu("H200", 143_771 * MIB, 4.8e12, 989.4e12, 450e9, 64e9)
+# NVIDIA A100 datasheet (nvidia-1758950-r4), 80GB SXM: 2,039 GB/s HBM2e, 312 TFLOPS bf16 dense, NVLink 600 GB/s both ways, PCIe 4 x16
+# 64 GB/s both ways. Memory: `nvidia-smi`.
+A100 = Gpu("A100", 81_920 * MIB, 2.039e12, 312e12, 300e9, 32e9)
+
+# huggingface.co/Qwen/Qwen3-8B config.json: num_hidden_layers, hidden_size, num_attention_heads, num_key_value_heads, head_dim,
+# intermediate_size, vocab_size, tie_word_embeddings. Its card says 8.2B parameters, 6.95B without embeddings.
+QWEN3_8B = Model("Qwen3-8B", 36, 4096, 32, 8, 128, 12_288, 151_936)
+# huggingface.co/Qwen/Qwen3-14B config.json. Its card says 14.8B parameters, 13.2B without embeddings.
+QWEN3_14B = Model("Qwen3-14B", 40, 5120, 40, 8, 128, 17_408, 151_936)
+# huggingface.co/Qwen/Qwen3-32B config.json. Its card says 32.8B parameters, 31.2B without embeddings.
+QWEN3_32B = Model("Qwen3-32B", 64, 5120, 64, 8, 128, 25_600, 151_936)
+
+# Uncalibrated. bandwidth and overhead: together they give the 75 tok/s that johnmusgrave.com/p/vllm-throughput-latency-sweep-on measured
+# (Llama-3.1-8B bf16, batch 1, A100 40GB, vLLM 0.23: 77 % of the peak bandwidth); how they split is assumed, and that other GPUs are alike.
+# decode_compute, prefill_compute: assumed (dense matrix products of this size). memory_share: vLLM's long-time default of
+# gpu_memory_utilization. allreduce_latency_s: assumed (an intra-node all-reduce of some KB).
+UNCALIBRATED = Efficiency(
+    bandwidth=0.81, decode_compute=0.6, overhead_s=1.2e-3, prefill_compute=0.55, memory_share=0.9, allreduce_latency_s=10e-6
+)
+
+# vLLM's own start-up lines as users report them. container: 16 s to the engine's config (vllm-project/vllm issue 44881). imports: what
+# 59 s until the first answer leave beside 34 s of engine initialisation and the container (issue 20264), about 10 s. compiling: 34 s of
+# initialisation with torch.compile's cache warm, graph capture included (issue 20264). load: 21.8 GiB in 18 s (issue 44881).
+# The spreads are assumed.
+WARM_CACHE = ColdStart(Phase(16.0, 0.4), Phase(10.0, 0.3), Phase(34.0, 0.3), load_bytes_s=1.3e9, load_spread=0.4)
+# The same with nothing compiled before: 43 s of torch.compile (issue 44881) where the warm cache took 7.5 s (issue 20264).
+COLD_CACHE = ColdStart(Phase(16.0, 0.4), Phase(10.0, 0.3), Phase(70.0, 0.3), load_bytes_s=1.3e9, load_spread=0.4)
+
+GPUS: Mapping[str, Gpu] = {gpu.name: gpu for gpu in (H100, H200, A100)}
+MODELS: Mapping[str, Model] = {model.name: model for model in (QWEN3_8B, QWEN3_14B, QWEN3_32B)}
+
+
+def gpu(name: str) -> Gpu:
+    """A GPU by its name, whatever its case. Raises `ConfigError` naming the known ones."""
+    return _known("GPU", name, GPUS)
+
+
+def model(name: str) -> Model:
+    """A model by its name, whatever its case, with or without `Qwen/`. Raises `ConfigError` naming the known ones."""
+    return _known("model", name.rpartition("/")[2], MODELS)
+
+
+def engine(model_name: str, gpu_name: str, gpus: int = 1, efficiency: Efficiency = UNCALIBRATED) -> EngineSpec:
+    """An engine of this model on `gpus` of these GPUs. Raises `ConfigError` when the weights leave no memory for KV."""
+    return EngineSpec(model(model_name), gpu(gpu_name), efficiency, gpus)
+
+
+def _known(what: str, name: str, table: Mapping[str, T]) -> T:
+    for key, value in table.items():
+        if key.lower() == name.lower():
+            return value
+    raise ConfigError(f"no preset for the {what} {name!r}", f"use one of {', '.join(sorted(table))}")

@@ -1,0 +1,211 @@
+"""What a site's accounting says of its idle GPUs: the exact `sacct` command, the parsing of its dump, and the fleet it makes.
+
+A dump that is empty, unreadable or whose clocks disagree raises `ConfigError` naming the line: a report from half a dump would mislead.
+Only fields that Slurm writes are asked for, so no user's text can forge a record. Pure: runs nothing, opens nothing.
+
+What accounting does not say: nodes that were down or drained count as idle, as do GPUs of nodes reserved for maintenance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from scavenger.cluster.commands import count_gpus, parse_state, parse_tres
+from scavenger.cluster.hostlist import expand
+from scavenger.cluster.model import JobState, Node
+from scavenger.errors import ClusterError, ConfigError
+from scavenger.simulate.fleet import Fleet, Occupation, from_occupations, most_used
+
+FIELDS = ("JobIDRaw", "Partition", "State", "Submit", "Start", "End", "NNodes", "NodeList", "AllocTRES", "ReqTRES")
+# -a all users; -X allocations, not steps; -D every life of a requeued job; -P -n fields by "|" and no header.
+COMMAND = f"SLURM_TIME_FORMAT=%s sacct -a -X -D -P -n -S now-14days -E now -o {','.join(FIELDS)} > dump.txt"
+NODES_COMMAND = "scontrol -a -d -o show node > nodes.txt"
+_REMEDY = f"make the dump with\n    {COMMAND}"
+_NEVER = frozenset({"", "Unknown", "None", "N/A", "NONE"})
+_NO_NODES = frozenset({"", "None assigned", "Unknown", "None", "(null)"})
+_HOLDS = frozenset({JobState.RUNNING, JobState.SUSPENDED})
+
+
+@dataclass(frozen=True, slots=True)
+class SacctJob:
+    """One life of a job. Times are Unix s, None where Slurm has none. `gpus`: what it held; `requested_gpus`: what it asked for."""
+
+    line: int
+    job_id: str
+    partition: str
+    state: JobState
+    submit: float
+    start: float | None
+    end: float | None
+    nodes: tuple[str, ...]
+    gpus: int
+    requested_gpus: int
+
+
+@dataclass(frozen=True, slots=True)
+class Dump:
+    """A dump as a fleet. Time 0 is `since` (Unix s). `notes` says what was inferred: print it with every result."""
+
+    fleet: Fleet
+    since: float
+    jobs: tuple[SacctJob, ...]
+    occupations: tuple[Occupation, ...]
+    notes: tuple[str, ...]
+
+
+def parse(lines: Iterable[str]) -> tuple[SacctJob, ...]:
+    """The jobs of a dump, in its order."""
+    jobs = []
+    for number, line in enumerate(lines, 1):
+        text = line.rstrip("\r\n")
+        if text:
+            jobs.append(_job(number, text))
+    if not jobs:
+        raise ConfigError("the sacct dump is empty (line 1)", f"{_REMEDY}\n  as a user who may see all jobs")
+    return tuple(jobs)
+
+
+def _job(number: int, text: str) -> SacctJob:
+    cells = text.split("|")
+    if len(cells) != len(FIELDS):
+        raise _wrong(number, f"{len(cells)} fields instead of {len(FIELDS)}", text)
+    row = dict(zip(FIELDS, cells, strict=True))
+    if not row["JobIDRaw"].isdigit():
+        what = "a job step" if "." in row["JobIDRaw"] else "a header" if row["JobIDRaw"].startswith("JobID") else "not a job id"
+        raise _wrong(number, f"{row['JobIDRaw'][:40]!r} is {what}", text)
+    try:
+        # 'CANCELLED by 1000'; a trailing + marks a state cut short by its column
+        state, _ = parse_state((row["State"].split() or [""])[0].rstrip("+"))
+        nodes = () if row["NodeList"] in _NO_NODES else tuple(expand(row["NodeList"]))
+    except ClusterError as error:
+        raise _wrong(number, error.cause, text) from error
+    submit = _time(number, "Submit", row["Submit"], text)
+    if submit is None:
+        raise _wrong(number, "the job was never submitted", text)
+    job = SacctJob(
+        line=number,
+        job_id=row["JobIDRaw"],
+        partition=row["Partition"],
+        state=state,
+        submit=submit,
+        start=_time(number, "Start", row["Start"], text),
+        end=_time(number, "End", row["End"], text),
+        nodes=nodes,
+        gpus=_gpus(row["AllocTRES"]),
+        requested_gpus=_gpus(row["ReqTRES"]),
+    )
+    _consistent(job, text)
+    return job
+
+
+def _consistent(job: SacctJob, text: str) -> None:
+    if job.start is not None and job.start < job.submit:
+        raise _skewed(job.line, f"it starts {job.submit - job.start:.0f} s before it is submitted", text)
+    if job.start is not None and job.end is not None and job.end < job.start:
+        raise _skewed(job.line, f"it ends {job.start - job.end:.0f} s before it starts", text)
+    if job.start is not None and job.end is None and job.state not in _HOLDS:
+        raise _wrong(job.line, f"a job that is {job.state} started and has no end", text)
+    if job.gpus and job.start is not None and not job.nodes:
+        raise _wrong(job.line, f"a job with {job.gpus} GPUs ran on no node", text)
+
+
+def _time(number: int, field: str, word: str, text: str) -> float | None:
+    if word in _NEVER:
+        return None
+    if not word.isdigit():
+        raise _wrong(number, f"{field} {word[:30]!r} is not in Unix seconds", text)
+    return float(word) or None
+
+
+def _gpus(tres: str) -> int:
+    """'gres/gpu' where the site tracks it, else the sum over types."""
+    counts = parse_tres(tres)
+    if "gres/gpu" in counts:
+        return counts["gres/gpu"]
+    return count_gpus(",".join(item for item in tres.split(",") if item.startswith("gres/gpu:")))
+
+
+def _wrong(number: int, what: str, text: str) -> ConfigError:
+    return ConfigError(f"line {number} of the sacct dump cannot be read: {what}: {text[:100]!r}", _REMEDY)
+
+
+def _skewed(number: int, what: str, text: str) -> ConfigError:
+    return ConfigError(
+        f"line {number} of the sacct dump has times that cannot be: {what}: {text[:100]!r}",
+        "clocks differed between the controller and the database; remove the line, or take a period without",
+    )
+
+
+def capacity_of(nodes: Iterable[Node]) -> dict[str, int]:
+    """GPUs of every node, 0 included: `commands.parse_nodes` of NODES_COMMAND's output gives the nodes."""
+    return {node.name: node.gpus for node in nodes}
+
+
+def fleet_of(
+    jobs: Sequence[SacctJob],
+    capacity: Mapping[str, int] | None = None,
+    since: float | None = None,
+    until: float | None = None,
+    ignore_partitions: Collection[str] = (),
+) -> Dump:
+    """Idle GPUs by node between `since` and `until` (Unix s).
+
+    `capacity`: all nodes with their GPUs; None takes the most that was ever in use on each node, and misses nodes that were always idle.
+    `since`: None takes the first end in the dump, since jobs that had ended before the dump's -S are not in it. `until`: None takes the
+    latest time in it. Jobs of `ignore_partitions` (our own harvest partition) leave their GPUs idle.
+    """
+    notes: list[str] = []
+    ends = [job.end for job in jobs if job.end is not None and job.start is not None]
+    begin = min(ends, default=min(job.submit for job in jobs)) if since is None else since
+    latest = max(time for job in jobs for time in (job.submit, job.start or 0.0, job.end or 0.0))
+    finish = latest if until is None else until
+    if finish <= begin:
+        raise ConfigError(f"the sacct dump covers no time: from {begin:.0f} to {finish:.0f}", _REMEDY)
+    for job in jobs:
+        if until is not None and max(job.submit, job.start or 0.0, job.end or 0.0) > until:
+            raise ConfigError(f"line {job.line} of the sacct dump is after its end at {until:.0f}", "give a later end, or mend the clocks")
+    counted = [job for job in jobs if job.partition not in ignore_partitions]
+    if len(counted) < len(jobs):
+        notes.append(f"{len(jobs) - len(counted)} jobs in {', '.join(sorted(ignore_partitions))} count as idle")
+    occupations, uneven = _occupations(counted, capacity, begin, finish)
+    if not occupations:
+        raise ConfigError(
+            f"no job among {len(jobs)} held a GPU",
+            "add gres/gpu to AccountingStorageTRES in slurm.conf; only jobs that start later will have it",
+        )
+    if uneven:
+        notes.append(f"{uneven} jobs hold a number of GPUs that their nodes do not divide: the first nodes were given one more")
+    if capacity is None:
+        notes.append("nodes and their GPUs are the most ever in use: give the nodes for those that were always idle")
+    has = {node: count for node, count in (most_used(occupations) if capacity is None else capacity).items() if count}
+    fleet = from_occupations("sacct dump", occupations, has, finish - begin)
+    return Dump(fleet, begin, tuple(jobs), tuple(occupations), (*notes, "nodes that were down or drained count as idle"))
+
+
+def _occupations(
+    jobs: Sequence[SacctJob], capacity: Mapping[str, int] | None, since: float, until: float
+) -> tuple[list[Occupation], int]:
+    found = []
+    uneven = 0
+    for job in jobs:
+        if not job.gpus or job.start is None:
+            continue
+        nodes = _gpu_nodes(job, capacity)
+        share, rest = divmod(job.gpus, len(nodes))
+        uneven += rest > 0
+        placed = tuple((node, share + (index < rest)) for index, node in enumerate(nodes) if share + (index < rest))
+        found.append(Occupation(job.start - since, (until if job.end is None else job.end) - since, placed, job.line))
+    return [replace(job, start_s=max(job.start_s, 0.0)) for job in found if job.end_s > 0 and job.start_s < until - since], uneven
+
+
+def _gpu_nodes(job: SacctJob, capacity: Mapping[str, int] | None) -> tuple[str, ...]:
+    if capacity is None:
+        return job.nodes
+    for node in job.nodes:
+        if node not in capacity:
+            raise ConfigError(f"line {job.line} of the sacct dump: node {node} is not among those given", f"list them all: {NODES_COMMAND}")
+    with_gpus = tuple(node for node in job.nodes if capacity[node])
+    if not with_gpus:
+        raise ConfigError(f"line {job.line} of the sacct dump: {job.gpus} GPUs on nodes without", f"list the nodes again: {NODES_COMMAND}")
+    return with_gpus

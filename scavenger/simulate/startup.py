@@ -1,0 +1,107 @@
+"""How long a new engine takes until it generates: the cold start as a distribution, and the weights it must pull. Pure.
+
+Owns the phases of a start. Knows nothing of fleets and policies. Randomness comes in as a generator.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from scavenger.simulate.links import Flow, finish_times
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A lognormal duration. `spread`: the standard deviation of its logarithm; 0 is a constant."""
+
+    median_s: float
+    spread: float = 0.0
+
+    def mean_s(self) -> float:
+        return self.median_s * math.exp(self.spread**2 / 2)
+
+    def draw_s(self, stream: np.random.Generator) -> float:
+        # drawn even when constant, so that one phase's spread does not shift what the next one draws
+        return self.median_s * math.exp(self.spread * float(stream.standard_normal()))
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """One drawn cold start."""
+
+    container_s: float
+    import_s: float
+    load_s: float
+    compile_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.container_s + self.import_s + self.load_s + self.compile_s
+
+
+@dataclass(frozen=True, slots=True)
+class ColdStart:
+    """Container, imports, loading at `load_bytes_s`, and compilation with graph capture, each drawn by itself."""
+
+    container: Phase
+    imports: Phase
+    compiling: Phase
+    load_bytes_s: float
+    load_spread: float = 0.0
+
+    def draw(self, stream: np.random.Generator, weight_bytes: float) -> Start:
+        """`weight_bytes`: what is loaded from the node's disk; 0 when the weights are pulled instead (`pull_times`)."""
+        container, imports = self.container.draw_s(stream), self.imports.draw_s(stream)
+        load = Phase(weight_bytes / self.load_bytes_s, self.load_spread).draw_s(stream)
+        return Start(container, imports, load, self.compiling.draw_s(stream))
+
+    def mean_s(self, weight_bytes: float) -> float:
+        load = Phase(weight_bytes / self.load_bytes_s, self.load_spread)
+        return sum(phase.mean_s() for phase in (self.container, self.imports, load, self.compiling))
+
+
+@dataclass(frozen=True, slots=True)
+class Deltas:
+    """Lossless deltas between successive versions: each `share` of the full size; the source keeps the last `depth` of them."""
+
+    share: float
+    depth: int
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share <= 1 or self.depth < 0:
+            raise ValueError(f"deltas of {self.share} of the size, {self.depth} deep")
+
+
+def pull_bytes(full_bytes: float, version: int, held: int | None, deltas: Deltas | None) -> float:
+    """Bytes to pull for `version` when `held` (None: nothing) is in place: a chain of deltas where that is there and is shorter."""
+    if held is not None and held > version:
+        raise ValueError(f"version {held} is held and {version} is wanted: versions only grow")
+    if held == version:
+        return 0.0
+    if held is None or deltas is None or version - held > deltas.depth:
+        return full_bytes
+    return min(full_bytes, (version - held) * deltas.share * full_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """One engine that asks for a version at `start_s`."""
+
+    engine: str
+    start_s: float
+    nbytes: float
+
+
+def pull_times(
+    pulls: Sequence[Pull], source_bytes_s: float, engine_bytes_s: float, relay: bool, holders: int = 0, other: Sequence[Flow] = ()
+) -> dict[str, float]:
+    """When each engine has its version. `relay`: engines that have it serve it on; `holders` have it from the start.
+
+    `other`: what else goes over the source's interface meanwhile; its finish times are returned too, by name.
+    """
+    flows = [Flow(pull.engine, pull.start_s, pull.nbytes, engine_bytes_s, relays=relay) for pull in pulls]
+    return finish_times([*flows, *other], source_bytes_s, relays_bytes_s=holders * engine_bytes_s if relay else 0.0)

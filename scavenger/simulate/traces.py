@@ -1,0 +1,146 @@
+"""Readers of the traces that the project is evaluated on: idle GPUs by node and by virtual cluster, the jobs behind them, spot instances.
+
+Owns their columns (the traces' README describes them). Knows no path: the user gives one. `parse_*` are pure; `read_*` open the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from scavenger.errors import ConfigError
+from scavenger.simulate.csvfile import Row, read_csv, rows
+from scavenger.simulate.fleet import Fleet, Occupation, from_deltas
+
+
+@dataclass(frozen=True, slots=True)
+class VirtualClusters:
+    """Idle GPUs of each virtual cluster (as a `Fleet` whose "nodes" are the clusters), and GPUs queued for in it from a time on."""
+
+    fleet: Fleet
+    pending: tuple[tuple[float, str, int], ...]
+
+
+def parse_nodes(lines: Iterable[str], gpus_per_node: int, end_s: float, origin: str = "trace, simulated placement") -> Fleet:
+    """t_seconds, node, idle_gpus, delta; rows at t = 0 with delta 0 are the first state. `end_s`: the trace's length."""
+    initial: dict[str, int] = {}
+    deltas: list[tuple[float, str, int]] = []
+    idle: dict[str, int] = {}
+    for row in rows(lines, ("t_seconds", "node", "idle_gpus", "delta")):
+        t_s, node, count, delta = row.number("t_seconds"), row.text("node"), row.whole("idle_gpus"), row.whole("delta", least=None)
+        if node not in initial:
+            if t_s or delta:
+                raise row.wrong(f"{node} has no row at t = 0")
+            initial[node] = idle[node] = count
+            continue
+        if idle[node] + delta != count:
+            raise row.wrong(f"{node} had {idle[node]} idle GPUs before a change of {delta}")
+        if count > gpus_per_node:
+            raise row.wrong(f"more than {gpus_per_node} GPUs idle on one node")
+        _in_order(row, t_s, deltas[-1][0] if deltas else 0.0, end_s)
+        deltas.append((t_s, node, delta))
+        idle[node] = count
+    return from_deltas(origin, end_s, dict.fromkeys(initial, gpus_per_node), initial, deltas)
+
+
+def parse_virtual_clusters(lines: Iterable[str], end_s: float, origin: str = "trace, measured") -> VirtualClusters:
+    """t_seconds, vc, idle_gpus, total_gpus, pending_gpus; rows on change."""
+    capacity: dict[str, int] = {}
+    initial: dict[str, int] = {}
+    idle: dict[str, int] = {}
+    deltas: list[tuple[float, str, int]] = []
+    pending: list[tuple[float, str, int]] = []
+    before = 0.0
+    for row in rows(lines, ("t_seconds", "vc", "idle_gpus", "total_gpus", "pending_gpus")):
+        t_s, name, count = row.number("t_seconds"), row.text("vc"), row.whole("idle_gpus")
+        before = _in_order(row, t_s, before, end_s)
+        pending.append((t_s, name, row.whole("pending_gpus")))
+        if name not in initial:
+            if t_s:
+                raise row.wrong(f"{name} has no row at t = 0")
+            capacity[name] = row.whole("total_gpus", least=1)
+            initial[name] = idle[name] = count
+        elif row.whole("total_gpus") != capacity[name]:
+            raise row.wrong(f"{name} had {capacity[name]} GPUs before")
+        deltas.append((t_s, name, count - idle[name]))
+        idle[name] = count
+    return VirtualClusters(from_deltas(origin, end_s, capacity, initial, deltas), tuple(pending))
+
+
+def parse_jobs(lines: Iterable[str]) -> tuple[Occupation, ...]:
+    """t_start, t_end, vc, gpus, placement as `node:k|node:k`."""
+    jobs = []
+    for row in rows(lines, ("t_start", "t_end", "vc", "gpus", "placement")):
+        placed = []
+        for item in row.text("placement").split("|"):
+            node, _, count = item.rpartition(":")
+            if not node or not count.isdigit() or not int(count):
+                raise row.wrong("no placement node:k|node:k")
+            placed.append((node, int(count)))
+        job = Occupation(row.number("t_start"), row.number("t_end"), tuple(placed), row.line)
+        if job.gpus != row.whole("gpus") or job.end_s < job.start_s:
+            raise row.wrong(f"{job.gpus} GPUs are placed, from {job.start_s:g} to {job.end_s:g} s")
+        jobs.append(job)
+    return tuple(jobs)
+
+
+def parse_spot(
+    lines: Iterable[str], source: str, gpus_per_instance: int, stream: np.random.Generator, end_s: float | None = None
+) -> Fleet:
+    """Spot instances of one `source` as nodes that are wholly there or not. The trace counts instances: which one goes is drawn.
+
+    `gpus_per_instance`: what one of ours would have, whatever the trace's had. `end_s`: None for the last change.
+    """
+    counts: list[tuple[float, int]] = []
+    target = 0
+    seen = set()
+    for row in rows(lines, ("source", "target", "t_seconds", "available_instances")):
+        seen.add(row.text("source"))
+        if row.text("source") != source:
+            continue
+        _in_order(row, row.number("t_seconds"), counts[-1][0] if counts else 0.0, row.number("t_seconds") if end_s is None else end_s)
+        counts.append((row.number("t_seconds"), row.whole("available_instances")))
+        target = max(target, row.whole("target"), counts[-1][1])
+    if not counts:
+        raise ConfigError(f"no spot instances of source {source!r}", f"the sources are {sorted(seen)}")
+    names = [f"spot-{index:03}" for index in range(target)]
+    up: list[str] = []
+    down = list(names)
+    deltas: list[tuple[float, str, int]] = []
+    for t_s, count in counts:
+        while len(up) < count:
+            up.append(down.pop(0))
+            deltas.append((t_s, up[-1], gpus_per_instance))
+        while len(up) > count:
+            down.append(up.pop(int(stream.integers(len(up)))))
+            deltas.append((t_s, down[-1], -gpus_per_instance))
+    first = dict.fromkeys(names, 0)
+    for t_s, name, delta in deltas:
+        first[name] += 0 if t_s else delta
+    later = [one for one in deltas if one[0]]
+    return from_deltas(f"spot trace {source}", end_s or counts[-1][0], dict.fromkeys(names, gpus_per_instance), first, later)
+
+
+def _in_order(row: Row, t_s: float, before: float, end_s: float) -> float:
+    if not before <= t_s <= end_s:
+        raise row.wrong(f"time {t_s:g} s is not between the row before ({before:g} s) and the end ({end_s:g} s)")
+    return t_s
+
+
+def read_nodes(path: Path, gpus_per_node: int, end_s: float) -> Fleet:
+    return read_csv(path, lambda lines: parse_nodes(lines, gpus_per_node, end_s, f"{path.name} (trace-driven, simulated placement)"))
+
+
+def read_virtual_clusters(path: Path, end_s: float) -> VirtualClusters:
+    return read_csv(path, lambda lines: parse_virtual_clusters(lines, end_s, f"{path.name} (measured)"))
+
+
+def read_jobs(path: Path) -> tuple[Occupation, ...]:
+    return read_csv(path, parse_jobs)
+
+
+def read_spot(path: Path, source: str, gpus_per_instance: int, stream: np.random.Generator, end_s: float | None = None) -> Fleet:
+    return read_csv(path, lambda lines: parse_spot(lines, source, gpus_per_instance, stream, end_s))

@@ -1,0 +1,140 @@
+"""What a training step costs: synchronous micro-steps, toggling, publishing. Pure functions of token counts.
+
+All ranks wait for the one with the most work, so a micro-step takes the maximum over ranks of its packed tokens' FLOPs, attention's
+L^2 included (sequences are packed, each attends to itself alone). Knows nothing of when groups arrive: the driver's trainer does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scavenger.simulate.decode import BF16_BYTES, Gpu, Model
+from scavenger.simulate.links import Flow
+from scavenger.simulate.startup import Pull, pull_times
+
+Lengths = Sequence[int]  # tokens of each sequence, prompt and answer
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerSpec:
+    """One training job over `ranks` GPUs with fully sharded state.
+
+    `compute`: share of the peak FLOPs that a micro-step reaches. `recompute`: activations are computed again in the backward pass (one
+    more forward). `forwards`: forward passes beside the training one (reference, proximal). `link_bytes_s`: a rank's bandwidth for gathers.
+    `state_bytes`: a parameter's fp32 master, two moments and gradient. `sleep_s`, `wake_s`: an engine's own part of the toggle.
+    """
+
+    model: Model
+    gpu: Gpu
+    ranks: int
+    compute: float
+    link_bytes_s: float
+    nic_bytes_s: float
+    overhead_s: float = 0.0
+    recompute: bool = True
+    forwards: int = 0
+    state_bytes: int = 16
+    sleep_s: float = 0.0
+    wake_s: float = 0.0
+    hash_bytes_s: float = float("inf")
+
+
+def forward_flops(model: Model, lengths: Lengths) -> float:
+    """2 FLOPs a weight and token, and causal attention: L (L + 1) / 2 pairs a sequence."""
+    pairs = sum(length * (length + 1) for length in lengths) / 2
+    return 2.0 * model.matmul_parameters * sum(lengths) + model.attention_flops_per_pair * pairs
+
+
+def rank_s(spec: TrainerSpec, lengths: Lengths) -> float:
+    """One rank's computing in a micro-step: forward 1, backward 2, once more forward to recompute, and the extra forwards."""
+    passes = 3 + spec.recompute + spec.forwards
+    return passes * forward_flops(spec.model, lengths) / (spec.gpu.dense_flops * spec.compute)
+
+
+def gather_s(spec: TrainerSpec) -> float:
+    """A micro-step's traffic of fully sharded parameters: gathered for each pass but two share one, gradients (fp32) reduce-scattered."""
+    if spec.ranks == 1:
+        return 0.0
+    others = (spec.ranks - 1) / spec.ranks
+    gathers = (2 + spec.forwards) * spec.model.parameters * BF16_BYTES * others
+    return (gathers + spec.model.parameters * 4 * others) / spec.link_bytes_s
+
+
+def micro_step_s(spec: TrainerSpec, by_rank: Sequence[Lengths]) -> float:
+    """One synchronous micro-step: the slowest rank, or the traffic where that takes longer (it overlaps). Raises on a missing rank."""
+    if len(by_rank) != spec.ranks:
+        raise ValueError(f"{len(by_rank)} ranks have work and there are {spec.ranks}: give the others an empty list")
+    return spec.overhead_s + max(gather_s(spec), *(rank_s(spec, lengths) for lengths in by_rank))
+
+
+def pack(model: Model, lengths: Lengths, ranks: int, token_budget: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    """Micro-steps of ranks of lengths: the costliest first, each to the rank with the least work so far.
+
+    A rank holds at most `token_budget` tokens; a sequence longer than that goes alone. Every sequence is in exactly one place.
+    """
+    steps: list[list[list[int]]] = []
+    work: list[list[float]] = []
+    for length in sorted(lengths, reverse=True):
+        place = _room(steps, work, length, token_budget)
+        if place is None:
+            steps.append([[] for _ in range(ranks)])
+            work.append([0.0] * ranks)
+            place = (len(steps) - 1, 0)
+        step, rank = place
+        steps[step][rank].append(length)
+        work[step][rank] += forward_flops(model, [length])
+    return tuple(tuple(tuple(rank) for rank in step) for step in steps)
+
+
+def _room(steps: list[list[list[int]]], work: list[list[float]], length: int, budget: int) -> tuple[int, int] | None:
+    """The least loaded rank, in the first micro-step that has room for `length`."""
+    for index, step in enumerate(steps):
+        free = [rank for rank, held in enumerate(step) if not held or sum(held) + length <= budget]
+        if free:
+            return index, min(free, key=lambda rank: (work[index][rank], rank))
+    return None
+
+
+def optimizer_s(spec: TrainerSpec) -> float:
+    """Each rank reads and writes its shard of the state once (bandwidth bound), and writes the bf16 cast."""
+    return spec.model.parameters / spec.ranks * (2 * spec.state_bytes + BF16_BYTES) / spec.gpu.bandwidth_bytes_s
+
+
+def step_s(spec: TrainerSpec, micro_steps: Sequence[Sequence[Lengths]]) -> float:
+    """All micro-steps one after the other, and the optimizer."""
+    return sum(micro_step_s(spec, by_rank) for by_rank in micro_steps) + optimizer_s(spec)
+
+
+def state_bytes_per_gpu(spec: TrainerSpec) -> float:
+    """Training state on one GPU: what a reserved engine's KV loses while the state stays (`EngineSpec.with_resident`)."""
+    return spec.model.parameters * spec.state_bytes / spec.ranks
+
+
+def to_training_s(spec: TrainerSpec, offloaded: bool) -> float:
+    """The toggle from generating: the engine gives its memory back; state that was offloaded comes back over PCIe."""
+    return spec.sleep_s + (state_bytes_per_gpu(spec) / spec.gpu.host_bytes_s if offloaded else 0.0)
+
+
+def to_generating_s(spec: TrainerSpec, offload: bool, engine_gpus: int = 1) -> float:
+    """The toggle to generating: state goes to host memory, the engine takes memory again and its weights from the host."""
+    weights_s = spec.model.weight_bytes / engine_gpus / spec.gpu.host_bytes_s
+    return spec.wake_s + weights_s + (state_bytes_per_gpu(spec) / spec.gpu.host_bytes_s if offload else 0.0)
+
+
+def publish_s(spec: TrainerSpec) -> float:
+    """From the optimizer's end to a manifest: each rank casts and hashes its shard."""
+    return spec.model.weight_bytes / spec.ranks / spec.hash_bytes_s
+
+
+def load_times(
+    spec: TrainerSpec, pulls: Sequence[Pull], engine_bytes_s: float, relay: bool, holders: int = 0, other_bytes: float = 0.0
+) -> dict[str, float]:
+    """When each engine has the version, all pulls sharing the trainer's interface.
+
+    `other_bytes`: what the trainer sends meanwhile on its own account (a checkpoint, a push to a relay), from the first pull on.
+    """
+    start = min((pull.start_s for pull in pulls), default=0.0)
+    other = [Flow("trainer", start, other_bytes, spec.nic_bytes_s)] if other_bytes else []
+    times = pull_times(pulls, spec.nic_bytes_s, engine_bytes_s, relay, holders, other)
+    return {pull.engine: times[pull.engine] for pull in pulls}

@@ -1,0 +1,288 @@
+"""Backups while somebody writes, restores that fence everybody, and histories that cannot be mistaken for one another."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sqlite3
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from scavenger import daemon, keys, ownership
+from scavenger.config import DaemonConfig
+from scavenger.errors import Fenced, LedgerError
+from scavenger.ledger import backup, reader, store, transaction
+from scavenger.ledger import records as rec
+from scavenger.ledger.transaction import NOBODY, Announced
+from scavenger.ledger.writer import Writer, WriterState
+from tests.ledger.examples import everything, written
+
+
+def note(text: str) -> rec.Event:
+    return rec.Event("test", 0, text, "", "{}", 1.0)
+
+
+def generation_of(url: str, announced: Announced = NOBODY) -> transaction.Generation:
+    engine = store.open_engine(url)
+    try:
+        return transaction.grant_generation(engine, "h", 1, "v", 0.0, announced)
+    finally:
+        engine.dispose()
+
+
+def events(url: str) -> list[str]:
+    engine = store.open_readonly(url)
+    try:
+        return [row[0] for row in reader.rows(engine, "SELECT subject FROM events WHERE kind = 'test' ORDER BY id").rows]
+    finally:
+        engine.dispose()
+
+
+def commit(url: str, generation: transaction.Generation, batch: int, *records: rec.Record) -> bool:
+    engine = store.open_engine(url)
+    try:
+        with transaction.open_connection(engine) as connection:
+            return transaction.commit_batch(connection, generation, batch, records, 1.0)
+    finally:
+        engine.dispose()
+
+
+def restored(url: str, copy: Path, announced: Announced = NOBODY) -> int:
+    return backup.restore(url, copy, announced, "h", 2.0)
+
+
+# ---------------------------------------------------------------- backup
+
+
+def test_a_backup_restored_is_the_ledger_as_it_was(url: str, tmp_path: Path) -> None:
+    written(url, everything())
+    copy = tmp_path / "copy"
+    backup.backup(url, copy)
+    assert stat.S_IMODE(copy.stat().st_mode) == 0o600
+    engine = store.open_readonly(url)
+    before = reader.read_snapshot(engine)
+    generation = generation_of(url)
+    commit(url, generation, 1, note("lost"))
+    assert restored(url, copy) == generation + 1
+    assert reader.read_snapshot(engine) == before
+    assert events(url) == []
+    engine.dispose()
+    with pytest.raises(LedgerError, match="never replaces another"):
+        backup.backup(url, copy)
+
+
+def test_a_backup_taken_while_the_writer_commits_is_one_state_of_the_ledger(
+    sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backup, "PAGES", 8)
+    store.upgrade(sqlite_url)
+    writer = Writer(sqlite_url, "h", 1, "v", time.time)
+    writer.start()
+    stop = threading.Event()
+
+    def write() -> None:
+        ticket = 0
+        while not stop.is_set():
+            ticket += 1
+            writer.submit(ticket, [note(f"{ticket}a" + "x" * 4000), note(f"{ticket}b" + "x" * 4000)])
+            while writer.backlog > 20:
+                stop.wait(0.001)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        while len(events(sqlite_url)) < 200:
+            stop.wait(0.01)
+        backup.backup(sqlite_url, tmp_path / "copy")
+    finally:
+        stop.set()
+        thread.join()
+        writer.close()
+    assert writer.state is WriterState.CLOSED
+    found = events(f"sqlite:///{tmp_path / 'copy'}")
+    assert 200 <= len(found) < len(events(sqlite_url)), "it was written on meanwhile"
+    assert [name.rstrip("x") for name in found] == [f"{1 + i // 2}{'ab'[i % 2]}" for i in range(len(found))], "no half transaction, no gap"
+
+
+def test_what_is_no_backup_is_refused_and_replaces_nothing(sqlite_url: str, tmp_path: Path) -> None:
+    written(sqlite_url, everything())
+    garbage, empty = tmp_path / "garbage", tmp_path / "empty"
+    garbage.write_bytes(b"not a database" * 1000)
+    sqlite3.connect(empty).execute("CREATE TABLE t (x)")
+    for wrong in (garbage, empty, tmp_path / "nowhere"):
+        with pytest.raises(LedgerError, match="backup"):
+            restored(sqlite_url, wrong)
+    assert generation_of(sqlite_url).restored is False
+
+
+def test_a_damaged_ledger_is_set_aside_and_replaced(sqlite_url: str, tmp_path: Path) -> None:
+    written(sqlite_url, everything())
+    backup.backup(sqlite_url, tmp_path / "copy")
+    path = Path(sqlite_url.removeprefix("sqlite:///"))
+    path.write_bytes(b"damaged" * 5000)
+    restored(sqlite_url, tmp_path / "copy", Announced(40, "u"))
+    assert generation_of(sqlite_url) == 42, "beyond the one that was announced, and the one that ended the old history"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    (aside,) = path.parent.glob("*.damaged-*[0-9]")
+    assert aside.read_bytes().startswith(b"damaged")
+
+
+# ---------------------------------------------------------------- everybody is fenced
+
+
+def test_a_daemon_at_work_is_fenced_by_a_restore_in_its_next_transaction(url: str, tmp_path: Path) -> None:
+    store.upgrade(url)
+    backup.backup(url, tmp_path / "copy")
+    fenced = threading.Event()
+    writer = Writer(url, "h", 1, "v", time.time, on_state=lambda state, _: fenced.set() if state is WriterState.FENCED else None)
+    first = writer.start()
+    writer.submit(1, [note("before")])
+    while writer.backlog:
+        time.sleep(0.005)
+    restored(url, tmp_path / "copy")
+    writer.submit(2, [note("after")])
+    assert fenced.wait(10), (writer.state, writer.reason)
+    assert "restored" in writer.reason
+    writer.close(drain=False)
+    assert events(url) == []
+    assert generation_of(url) > first
+
+
+def test_a_generation_of_the_other_history_with_the_same_number_and_batch_is_fenced_by_its_uid(url: str, tmp_path: Path) -> None:
+    store.upgrade(url)
+    copy = tmp_path / "copy"
+    backup.backup(url, copy)
+    other = generation_of(url)
+    commit(url, other, 1, note("other"))
+    engine = store.open_engine(url)
+    with engine.begin() as connection:  # the disk was put back under everybody, and nothing marks it: no file tells of `other`
+        connection.exec_driver_sql("DELETE FROM generations")
+        connection.exec_driver_sql("DELETE FROM events")
+    engine.dispose()
+    mine = generation_of(url)
+    assert (int(mine), mine.uid != other.uid) == (int(other), True)
+    commit(url, mine, 1, note("mine"))
+    with pytest.raises(Fenced, match="restored"):
+        commit(url, other, 2, note("stale"))
+    with pytest.raises(Fenced, match="restored"):
+        commit(url, other, 1, note("stale"))
+    assert events(url) == ["mine"]
+
+
+def test_generations_go_beyond_what_was_announced_and_another_history_begins(url: str) -> None:
+    store.upgrade(url)
+    first = generation_of(url)
+    second = generation_of(url, Announced(int(first), first.uid))
+    assert (second, second.timeline, second.restored, second.began) == (2, first.timeline, False, "")
+    later = generation_of(url, Announced(9, "unknown"))
+    assert (later, later.restored) == (10, True)
+    assert "9 was announced, and this ledger ends at 2" in later.began
+    assert later.timeline != first.timeline
+    after = generation_of(url, Announced(int(later), later.uid))
+    assert (after, after.timeline, after.restored, after.began) == (11, later.timeline, True, "")
+    twin = generation_of(url, Announced(11, "another daemon"))
+    assert "another history" in twin.began
+
+
+def test_a_ledger_that_was_put_back_by_other_means_is_marked(url: str) -> None:
+    store.upgrade(url)
+    first = generation_of(url)
+    assert backup.mark(url, Announced(5, "x"), "h", 2.0) == 6
+    with pytest.raises(Fenced):
+        commit(url, first, 1, note("stale"))
+    second = generation_of(url)
+    assert (second, second.restored, second.began) == (7, True, "")
+    assert second.timeline != first.timeline
+
+
+# ---------------------------------------------------------------- who holds it
+
+
+def config_of(state_dir: Path) -> DaemonConfig:
+    return DaemonConfig.model_validate({"daemon": {"state_dir": state_dir}})
+
+
+def test_a_restore_names_the_daemon_that_is_in_the_way(tmp_path: Path) -> None:
+    config = config_of(tmp_path / "state")
+    written(config.ledger_url, everything())
+    backup.backup(config.ledger_url, tmp_path / "copy")
+    keys.write_rendezvous(tmp_path / "state", keys.Rendezvous("tcp://h:1", "k", 30, 1, "h", "u"))
+    here = ownership.Holder(socket.gethostname(), os.getpid(), 1_700_000_000.0)
+    first = ownership.Ownership(tmp_path / "state", here)
+    assert first.holder is None
+    second = ownership.Ownership(tmp_path / "state", ownership.Holder("elsewhere", 1, 0.0))
+    assert second.holder == here
+    with pytest.raises(LedgerError, match=rf"pid {os.getpid()} on host \S+, there since 2023-11-14 22:13:20 UTC(.|\n)*--force"):
+        ownership.restore_ledger(config, tmp_path / "copy", force=False)
+    assert ownership.restore_ledger(config, tmp_path / "copy", force=True) == 31
+    first.close()
+    assert second.claim(), "whoever took over holds the lock when the first is gone"
+    second.close()
+    assert ownership.present_holder(tmp_path / "state") is None
+    assert ownership.restore_ledger(config, None, force=False) == 32
+
+
+def test_a_daemon_of_another_host_is_known_by_its_recent_commit(url: str) -> None:
+    store.upgrade(url)
+    engine = store.open_engine(url)
+    transaction.grant_generation(engine, "elsewhere", 77, "v", 1000.0)
+    engine.dispose()
+    assert ownership.writer_of(url, 1030.0) == ownership.Holder("elsewhere", 77, 1000.0)
+    assert ownership.writer_of(url, 2000.0) is None
+
+
+def test_the_oldest_release_s_rows_are_one_history(url: str) -> None:
+    store.upgrade(url, "0001")
+    engine = store.open_engine(url)
+    with engine.begin() as connection:
+        connection.execute(
+            sa.text(
+                "INSERT INTO generations (generation, host, pid, code_version, started_at, committed_at, batch) "
+                "VALUES (3, 'h', 1, 'v', 0, 0, 0)"
+            )
+        )
+    engine.dispose()
+    store.upgrade(url)
+    upgraded = generation_of(url, Announced(3))
+    assert (upgraded, upgraded.timeline, upgraded.restored, upgraded.began) == (4, "", False, "")
+
+
+HOLD = """
+import sqlite3, sys, time
+from pathlib import Path
+from scavenger import ownership
+import os, socket
+mine = ownership.Ownership(Path(sys.argv[1]), ownership.Holder(socket.gethostname(), os.getpid(), 1_700_000_000.0))
+ledger = sqlite3.connect(Path(sys.argv[1]) / "ledger.sqlite3", isolation_level=None)
+ledger.execute("BEGIN IMMEDIATE")
+print("holds", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_daemon_that_finds_the_ledger_locked_by_a_stopped_one_names_it_and_how_to_end_it(tmp_path: Path) -> None:
+    config = config_of(tmp_path / "state")
+    store.upgrade(config.ledger_url)
+    keys.init_state(tmp_path / "state", "owner")
+    argv = [sys.executable, "-c", HOLD, str(tmp_path / "state")]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == b"holds\n"
+            holder.send_signal(signal.SIGSTOP)
+            os.waitpid(holder.pid, os.WUNTRACED)
+            with pytest.raises(LedgerError) as refused:
+                daemon.run(config, None)
+        finally:
+            holder.kill()
+    assert f"held by the daemon with pid {holder.pid} on host {socket.gethostname()}, there since 2023-11-14" in refused.value.cause
+    assert "which is stopped (SIGSTOP)" in refused.value.cause
+    assert f"`kill -KILL {holder.pid}`" in refused.value.remedy

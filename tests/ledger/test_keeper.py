@@ -1,0 +1,131 @@
+"""The daemon's task that applies retention: in a real daemon, and what it waits for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from scavenger import keys
+from scavenger.config import DaemonConfig
+from scavenger.daemon import Daemon
+from scavenger.errors import DaemonUnavailable
+from scavenger.ledger import keeper as keepers
+from scavenger.ledger import records as r
+from scavenger.ledger import store
+from scavenger.ledger.keeper import QUIET_BYTES, Keeper
+from scavenger.ledger.reports import check
+from scavenger.ledger.retention import Policy
+from scavenger.wire import EngineSpec
+from tests.ledger.examples import T0, WAIT_S, written
+from tests.ledger.histories import fetch, training
+
+ENGINE = msgspec.json.encode(EngineSpec("reference", "{}", "float32", 4, 64)).decode()
+
+
+def restorable() -> list[list[r.Record]]:
+    """The history with an engine that a daemon can read back."""
+    return [
+        [msgspec.structs.replace(x, engine=ENGINE) if isinstance(x, (r.RunCreated, r.AttemptGranted)) else x for x in records]
+        for records in training()
+    ]
+
+
+def served(state_dir: Path) -> bool:
+    try:
+        return keys.read_rendezvous(state_dir).pid > 0
+    except DaemonUnavailable:
+        return False
+
+
+@pytest.mark.parametrize(("retention", "became"), [("keep", 0), ("compact", 5), ("drop", 5)])
+def test_a_daemon_applies_its_policy(tmp_path: Path, retention: str, became: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keepers, "LOOK_S", 0.05)
+    state_dir = tmp_path / "state"
+    keys.init_state(state_dir, "owner")
+    config = DaemonConfig.model_validate(
+        {"daemon": {"state_dir": state_dir}, "ledger": {"retention": retention, "retention_steps": 1}, "harvest": {"enabled": False}}
+    )
+    written(config.ledger_url, restorable())
+    reduced = "SELECT count(*) FROM samples WHERE contents IS NOT NULL"
+
+    async def live() -> None:
+        daemon = Daemon(config, None)
+        serving = asyncio.create_task(daemon.run())
+        async with asyncio.timeout(WAIT_S):
+            while not served(state_dir) or (await asyncio.to_thread(fetch, config.ledger_url, reduced)) != [(became,)]:
+                assert not serving.done(), await serving
+                await asyncio.sleep(0.02)
+        daemon.stop.set()
+        await serving
+
+    asyncio.run(live())
+    assert check(config.ledger_url) == []
+    (payloads,) = fetch(config.ledger_url, "SELECT count(*) FROM chunks WHERE length(tokens) = 0 AND sample_id < 300")
+    assert payloads == ((6,) if retention == "drop" else (0,))
+
+
+def test_the_writer_s_own_work_goes_first(sqlite_url: str) -> None:
+    written(sqlite_url, training())
+    backlogs = [QUIET_BYTES + 1, QUIET_BYTES + 1, 0]
+    seen: list[int] = []
+
+    def backlog_bytes() -> int:
+        seen.append(backlogs[min(len(seen), 2)])
+        return seen[-1]
+
+    async def commit(records: Sequence[r.Record]) -> None:
+        assert seen[-1] == 0
+        raise EndOfTest
+
+    class EndOfTest(Exception):
+        pass
+
+    engine = store.open_readonly(sqlite_url)
+    keeper = Keeper(engine, Policy("compact", 0), commit=commit, backlog_bytes=backlog_bytes, clock=lambda: T0)
+    with pytest.raises(EndOfTest):
+        asyncio.run(keeper.look())
+    engine.dispose()
+    assert len(seen) == 3
+
+
+def test_a_ledger_that_cannot_be_read_is_looked_at_again(sqlite_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without tables the read fails; once they are there the next look goes through."""
+    store.open_engine(sqlite_url).dispose()
+    engine = store.open_readonly(sqlite_url)
+
+    async def commit(records: Sequence[r.Record]) -> None:
+        raise AssertionError(records)
+
+    async def live() -> None:
+        keeper = Keeper(engine, Policy("compact", 0), commit=commit, backlog_bytes=lambda: 0, clock=lambda: T0, look_s=0.01)
+        stop = asyncio.Event()
+        running = asyncio.create_task(keeper.run(stop))
+        async with asyncio.timeout(WAIT_S):
+            while "retention waits" not in capsys.readouterr().out:
+                await asyncio.sleep(0.01)
+        assert not running.done()
+        stop.set()
+        await running
+
+    asyncio.run(live())
+    engine.dispose()
+
+
+def test_a_history_is_read_only_once_the_attempt_that_asks_for_it_is_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retention and purges look at the run's attempt and state: from that commit on they leave alone what is about to be read."""
+    order: list[str] = []
+
+    class Committing:
+        async def commit(self, records: Sequence[r.Record]) -> None:
+            await asyncio.sleep(0)
+            order.append("durable")
+
+    monkeypatch.setattr("scavenger.ledger.reader.replay_groups", lambda *_: order.append("read") or ())
+    daemon = Daemon(DaemonConfig.model_validate({"daemon": {"state_dir": tmp_path}}), None)
+    daemon.server, daemon._engine = Committing(), None  # type: ignore[assignment]
+    assert asyncio.run(daemon._history(1, 0)) == ()
+    assert order == ["durable", "read"]

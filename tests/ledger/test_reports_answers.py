@@ -1,0 +1,279 @@
+"""Reports over small histories whose answers are counted by hand, alike on both databases."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+
+from scavenger.harvest.policy import Limits, OurJob, decide
+from scavenger.ledger import records as r
+from scavenger.ledger.store import open_engine
+from scavenger.router.machine import Demand
+from tests.harvest.views import job, node, view
+from tests.ledger.examples import CONFIG, T0, chunk, group, moved_group, prologue, written
+from tests.ledger.test_reports import answers
+
+DAY = "2026-09-21"
+
+
+def written_until(url: str, submissions: Sequence[Sequence[r.Record]], now: float) -> None:
+    """A ledger whose last commit was at `now`."""
+    written(url, submissions)
+    engine = open_engine(url)
+    with engine.connect() as connection:
+        connection.execute(sa.text("UPDATE generations SET committed_at = :now"), {"now": now})
+        connection.commit()
+    engine.dispose()
+
+
+def picked(rows: Sequence[dict[str, Any]], *columns: str) -> list[tuple[Any, ...]]:
+    return [tuple(row[column] for column in columns) for row in rows]
+
+
+def run(run_id: int, name: str, owner_key: str) -> r.RunCreated:
+    return r.RunCreated(run_id, name, owner_key, 17, CONFIG, "{}", "/models/tokenizer.json", T0)
+
+
+def engine(worker_id: int, intent_id: str, node: str, run_id: int = 1, incarnation: int = 0) -> r.WorkerJoined:
+    return r.WorkerJoined(worker_id, run_id, "harvested", intent_id, f"s{worker_id}", incarnation, 600, node, 1, "vllm", T0)
+
+
+def held(intent_id: str, gpus: int, from_s: float, to_s: float | None, why: str = "preempted", run_id: int = 1) -> list[r.Record]:
+    """A job that held `gpus` from one to another second after T0."""
+    records: list[r.Record] = [
+        r.JobIntended(intent_id, run_id, "scavenge", gpus, "key", T0),
+        r.JobSubmitted(intent_id, 700 + int(intent_id[1:]), T0),
+        r.HoldStarted(intent_id, 0, 700 + int(intent_id[1:]), "n5", gpus, T0 + from_s),
+    ]
+    return records if to_s is None else [*records, r.HoldEnded(intent_id, 0, why, T0 + to_s)]
+
+
+# ---------------------------------------------------------------- now
+
+
+def flight() -> list[list[r.Record]]:
+    """Six open samples: 11, 12 and 41 at worker 2; 42 lost its engine; 31 and 32 were never leased."""
+    return [
+        prologue(),
+        moved_group()[:8],
+        [
+            r.WorkerLeft(1, "silent", False, 1, 5, 2, T0 + 8),
+            group(30, 31, 2, 2, 1),
+            group(40, 41, 2, 2, 1),
+            r.LeaseGranted(41, 1, 2, 1, 0, T0 + 100),
+            r.LeaseGranted(42, 1, 1, 1, 0, T0 + 20),
+            r.LeaseEnded(42, 1, "worker left", 0, 0, T0 + 50),
+            chunk(41, 1, 0, 2, 2, at=T0 + 290),
+        ],
+    ]
+
+
+def test_what_is_in_flight_is_told_by_run_node_and_job(url: str) -> None:
+    written_until(url, flight(), T0 + 300)
+    assert picked(
+        answers(url, "in_flight"), "run", "kind", "node", "job_id", "engines", "samples", "accepted_tokens", "oldest_lease_s", "most_moves"
+    ) == [("sorting", "reserved", "n0", 100, 1, 3, 11, 294, 1), ("sorting", "waiting", "", None, 0, 3, 0, None, 0)]
+
+
+def test_who_holds_what_lease(url: str) -> None:
+    written_until(url, flight(), T0 + 300)
+    columns = (
+        "sample_id", "epoch", "worker_id", "node", "job_id", "tokens_when_granted", "accepted_tokens", "held_s", "last_tokens_unix_s",
+    )  # fmt: skip
+    assert picked(answers(url, "open_leases"), *columns) == [
+        (12, 1, 2, "n0", 100, 0, 4, 294, T0 + 7),
+        (11, 2, 2, "n0", 100, 5, 5, 291, None),
+        (41, 1, 2, "n0", 100, 0, 2, 200, T0 + 290),
+    ]
+
+
+def test_a_sample_stalls_when_no_token_comes_for_two_minutes(url: str) -> None:
+    written_until(url, flight(), T0 + 300)
+    columns = ("sample_id", "state", "accepted_tokens", "since_unix_s", "silent_s", "worker_id", "worker_left", "lease_ended")
+    assert picked(answers(url, "stalled_samples"), *columns) == [
+        (12, "leased", 4, T0 + 7, 293, 2, "", ""),
+        (11, "leased", 5, T0 + 9, 291, 2, "", ""),
+        (42, "waits for an engine", 0, T0 + 50, 250, 1, "silent", "worker left"),
+    ]
+
+
+def test_no_sample_stalls_before_its_two_minutes(url: str) -> None:
+    written_until(url, flight(), T0 + 120)
+    assert answers(url, "stalled_samples") == []
+
+
+# ---------------------------------------------------------------- GPU-hours, waste and speed
+
+
+def fleet() -> list[list[r.Record]]:
+    """Ada's run held 2 GPUs for 30 minutes (100 tokens) and four starts for nothing; the other user's run holds 4 GPUs."""
+    return [
+        [
+            run(1, "sorting", "KEY-A"),
+            run(2, "adding", "KEY-B"),
+            r.Event("owner_enrolled", 0, "KEY-A", "adam", "{}", T0),
+            r.Event("owner_enrolled", 0, "KEY-A", "ada", "{}", T0 + 1),
+            *held("i1", 2, 0, 1800),
+            engine(1, "i1", "n5"),
+            *held("i2", 1, 100, 3700, "failed"),  # no engine ever joined
+            *held("i3", 1, 200, 260),  # an engine without a sample
+            engine(3, "i3", "n5"),
+            r.WorkerLeft(3, "goodbye", True, 0, 0, 0, T0 + 259),
+            *held("i4", 2, 300, 330, "cancelled"),  # an engine with a sample, but without a token
+            engine(4, "i4", "n5"),
+            *held("i5", 4, 0, None, run_id=2),
+            engine(5, "i5", "n5", run_id=2),
+            r.JobIntended("i6", 1, "scavenge", 1, "key", T0),
+            r.JobSubmitted("i6", 706, T0 + 5),
+            r.JobEnded("i6", "CANCELLED", "given back: its run has no demand", T0 + 50),
+            r.JobIntended("i7", 1, "scavenge", 1, "key", T0),
+            r.JobEnded("i7", "LOST", "the submission never arrived", T0 + 60),
+            r.JobIntended("i8", 1, "scavenge", 1, "key", T0),  # still wanted: no waste yet
+            group(10, 11, 2, 1, 1),
+            r.LeaseGranted(11, 1, 1, 1, 0, T0 + 10),
+            chunk(11, 1, 0, 100, 1),
+            r.LeaseEnded(11, 1, "finished", 100, 0, T0 + 90),
+            r.LeaseGranted(12, 1, 4, 1, 0, T0 + 310),
+            r.LeaseEnded(12, 1, "worker left", 0, 0, T0 + 330),
+        ]
+    ]
+
+
+def test_gpu_hours_are_told_by_user(url: str) -> None:
+    written_until(url, fleet(), T0 + 900)
+    assert picked(answers(url, "harvested_gpu_hours_by_user"), "owner", "run", "holds", "gpu_hours", "wasted_gpu_hours", "tokens") == [
+        ("ada", "sorting", 4, 2.0333, 1.0333, 100),
+        ("KEY-B", "adding", 1, 1, 0, 0),
+    ]
+    days = answers(url, "harvested_gpu_hours_by_day")
+    assert picked(days, "day_utc", "node", "owner", "holds", "gpu_hours") == [(DAY, "n5", "KEY-B", 1, 1), (DAY, "n5", "ada", 4, 2.0333)]
+
+
+def test_wasted_starts_say_how_far_they_got_and_what_they_cost(url: str) -> None:
+    written_until(url, fleet(), T0 + 9000)
+    columns = ("job_id", "owner", "gpu_seconds", "got_as_far", "hold_ended", "worker_left", "job_reason")
+    assert picked(answers(url, "wasted_starts"), *columns) == [
+        (706, "ada", 0, "never started", "", "", "given back: its run has no demand"),
+        (0, "ada", 0, "never submitted", "", "", "the submission never arrived"),
+        (703, "ada", 60, "engine joined, got no sample", "preempted", "goodbye", ""),
+        (704, "ada", 60, "engine got samples, brought no token", "cancelled", "", ""),
+        (702, "ada", 3600, "held GPUs, no engine joined", "failed", "", ""),
+    ]
+
+
+def leased(sample_id: int, worker_id: int, from_s: float, to_s: float | None, n_tokens: int, version: int = 1) -> list[r.Record]:
+    records: list[r.Record] = [r.LeaseGranted(sample_id, 1, worker_id, version, 0, T0 + from_s)]
+    if n_tokens:
+        records.append(chunk(sample_id, 1, 0, n_tokens, worker_id, version))
+    return records if to_s is None else [*records, r.LeaseEnded(sample_id, 1, "finished", n_tokens, 0, T0 + to_s)]
+
+
+def test_throughput_counts_the_time_in_which_an_engine_has_leases_once(url: str) -> None:
+    submission = [
+        run(1, "sorting", "KEY-A"),
+        engine(1, "i1", "n5"),
+        engine(2, "i2", "n5"),
+        group(10, 11, 6, 1, 1),
+        *leased(11, 1, 0, 10, 100),
+        *leased(12, 1, 5, 15, 50),  # 5 s of it with the one before
+        *leased(13, 1, 6, 8, 0),  # within both
+        *leased(14, 1, 20, 30, 30),
+        *leased(15, 2, 0, 5, 20),  # the other engine of the node
+        *leased(16, 2, 50, None, 40, version=2),
+    ]
+    written_until(url, [submission], T0 + 60)
+    columns = ("version", "node", "engines", "leases", "tokens", "busy_s", "engine_tokens_per_s", "sample_tokens_per_s")
+    assert picked(answers(url, "throughput"), *columns) == [
+        (1, "n5", 2, 5, 200, 30, 6.7, 5.4),  # busy 15 + 10 + 5 s; leases of 10 + 10 + 2 + 10 + 5 s
+        (2, "n5", 1, 1, 40, 10, 4, 4),
+    ]
+
+
+# ---------------------------------------------------------------- the cluster
+
+LIMITS = Limits("scavenge", max_engines=8, max_pending=4)
+SIX = Demand(1, "sorting", 6, 1, "6 are useful")
+NODES = (node("node0"), node("node1", 2), node("node2", 4), node("node3", 4))
+
+
+def mine(waits: bool) -> OurJob:
+    return OurJob("scv-1", 1, 101, 1, waits, connected=not waits)
+
+
+def why_none(demand: Sequence[Demand], jobs: Sequence[OurJob] = (), limits: Limits = LIMITS, **cluster: Any) -> str:
+    """What the policy says where it does nothing."""
+    found = decide(view(T0, cluster.get("others", ()), cluster.get("nodes", NODES)), demand, jobs, limits, cluster.get("now", T0))
+    assert found.actions == ()
+    return found.reason
+
+
+FULL = (node("node0"), *(node(f"node{n}", 4) for n in (1, 2, 3)))
+REASONS = [
+    (why_none([]), "no run is open"),
+    (why_none([replace(SIX, engines=0)]), "no run wants engines"),
+    (why_none([replace(SIX, engines=1)], [mine(False)]), "every wanted engine runs"),
+    (why_none([replace(SIX, engines=1)], [mine(True)]), "our own pending jobs are to take them"),
+    (why_none([SIX], now=T0 + 61), "the observation was too old to decide on"),
+    (why_none([SIX], limits=replace(LIMITS, max_engines=1), jobs=[mine(False)]), "limit max_engines"),
+    (why_none([SIX], limits=replace(LIMITS, max_pending=1), jobs=[mine(True)]), "limit max_pending"),
+    (why_none([SIX], limits=replace(LIMITS, partition="nowhere")), "the partition is down"),
+    (why_none([SIX], limits=replace(LIMITS, not_before=T0 + 9, not_before_reason="job 3 FAILED")), "backing off after failures"),
+    (why_none([SIX], limits=replace(LIMITS, headroom_gpus=4)), "limit headroom_gpus"),
+    (why_none([SIX], limits=replace(LIMITS, quarantined=(("node1", "dies"),))), "their nodes are quarantined"),
+    (why_none([SIX], others=[job(1), job(2)]), "others' pending jobs may take them"),
+    (why_none([replace(SIX, gpus_per_engine=4)]), "no node has room for a whole engine"),
+    (why_none([SIX], nodes=FULL), "no node has room for a whole engine"),
+]
+
+
+def test_idle_gpu_hours_are_explained_by_what_the_policy_said(url: str) -> None:
+    """The report knows the policy's words: here they come from the policy itself."""
+    records: list[r.Record] = []
+    for n, (words, _) in enumerate(REASONS):
+        at = T0 + 60.0 * n
+        records += [r.ClusterSampled(2, 1, 6, 4, 0, 0, at), r.Decision("harvest", "none", "", words, "{}", at + 1)]
+    written_until(url, [records], T0 + 60 * len(REASONS))
+    expected: dict[str, float] = {}
+    for _, reason in REASONS:
+        expected[reason] = expected.get(reason, 0) + 2 / 60
+    found = {row["reason"]: row["idle_gpu_hours"] for row in answers(url, "idle_gpu_hours")}
+    assert found == {reason: pytest.approx(hours, abs=1e-4) for reason, hours in expected.items()}
+
+
+def test_idle_gpu_hours_count_between_observations(url: str) -> None:
+    records = [
+        r.ClusterSampled(3, 0, 6, 4, 0, 0, T0),  # 60 s, before any decision
+        r.ClusterSampled(3, 0, 6, 4, 0, 0, T0 + 60),  # 60 s while jobs are submitted
+        r.Decision("harvest", "submit", "i1", "run sorting: 6 are useful; 3 GPUs idle", "{}", T0 + 61),
+        r.ClusterSampled(0, 3, 6, 4, 0, 0, T0 + 120),  # nothing is idle
+        r.ClusterSampled(1, 2, 6, 4, 0, 0, T0 + 180),
+        r.Decision("harvest", "cancel", "i1", "its run has no demand; no engine of it is connected", "{}", T0 + 181),
+        r.ClusterSampled(6, 0, 6, 4, 0, 0, T0 + 240),  # then nobody looks for an hour
+        r.ClusterSampled(6, 0, 6, 4, 0, 0, T0 + 3840),
+    ]
+    written_until(url, [records], T0 + 3840)
+    assert picked(answers(url, "idle_gpu_hours"), "day_utc", "reason", "observations", "idle_gpu_hours") == [
+        (DAY, "not observed for over 300 s, the daemon or Slurm was away (idle as last seen)", 1, 6),
+        (DAY, "jobs for them were being submitted", 1, 0.05),
+        (DAY, "nothing was decided yet", 1, 0.05),
+        (DAY, "engines were being given back", 1, 0.0167),
+    ]
+
+
+def test_others_wait_in_hours(url: str) -> None:
+    records = [
+        r.ClusterSampled(0, 3, 6, 4, 0, 0, T0),
+        r.ClusterSampled(0, 3, 6, 4, 0, 2, T0 + 60),
+        r.ClusterSampled(0, 0, 9, 4, 0, 1, T0 + 120),
+        r.ClusterSampled(0, 1, 8, 4, 0, 0, T0 + 180),
+    ]
+    written_until(url, [records], T0 + 1800)  # the last one counts for 300 s
+    columns = (
+        "day_utc", "observed_hours", "others_waiting_hours", "others_waiting_while_harvesting_hours", "harvested_gpu_hours_meanwhile",
+        "most_jobs_waiting",
+    )  # fmt: skip
+    assert picked(answers(url, "others_waiting"), *columns) == [(DAY, 0.1333, 0.0333, 0.0167, 0.05, 2)]

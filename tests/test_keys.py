@@ -1,0 +1,68 @@
+"""Keys are changed while jobs run: nobody is locked out before the old key is retired, and everybody who should be is after."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+
+import pytest
+
+from scavenger import keys
+from scavenger.errors import AuthError
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Path:
+    keys.init_state(tmp_path, "ada")
+    return tmp_path
+
+
+def test_both_keys_of_an_owner_act_for_the_same_runs_until_the_older_is_retired(state: Path) -> None:
+    first = keys.read_keypair(keys.owner_key_path(state)).public
+    assert keys.enrolled_owners(state) == {first: first}
+    keys.rotate_owner(state, "ada")
+    second = keys.read_keypair(keys.owner_key_path(state)).public
+    assert keys.enrolled_owners(state) == {second: first, first: first}
+    assert keys.retire_owner_keys(state, "ada") == 1
+    assert keys.enrolled_owners(state) == {second: first}
+    keys.rotate_owner(state, "ada")
+    third = keys.read_keypair(keys.owner_key_path(state)).public
+    assert keys.enrolled_owners(state) == {third: first, second: first}
+    assert keys.retire_owner_keys(state, "ada") == 1
+    assert keys.retire_owner_keys(state, "ada") == 0
+    assert keys.enrolled_owners(state) == {third: first}
+
+
+def test_an_owner_with_a_key_file_elsewhere_adds_the_public_half(state: Path) -> None:
+    mine, fresh = keys.generate().public, keys.generate().public
+    path = keys.enroll(state, "bob", mine)
+    for _ in range(2):
+        keys.add_owner_key(state, "bob", fresh)
+    assert {key: of for key, of in keys.enrolled_owners(state).items() if of == mine} == {fresh: mine, mine: mine}
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    with pytest.raises(AuthError, match="40 characters"):
+        keys.add_owner_key(state, "bob", "short")
+    with pytest.raises(AuthError, match="does not exist"):
+        keys.add_owner_key(state, "nobody", fresh)
+    with pytest.raises(AuthError, match="not a key of owner 'bob'"):
+        keys.rotate_owner(state, "bob")
+
+
+def test_the_daemons_jobs_are_known_by_the_same_name_after_its_key_was_changed(state: Path) -> None:
+    def uid() -> str:
+        return keys.site_uid(state, keys.read_keypair(keys.server_key_path(state)).public)
+
+    before, old = uid(), keys.read_keypair(keys.server_key_path(state)).public
+    for _ in range(2):
+        keys.rotate_server(state)
+        assert uid() == before
+    assert keys.read_keypair(keys.server_key_path(state)).public != old
+    (state / "keys" / "uid").write_text("nonsense")
+    with pytest.raises(AuthError, match="eight hex digits"):
+        uid()
+
+
+def test_a_file_of_an_owner_that_holds_anything_else_is_refused(state: Path) -> None:
+    keys.write_private(state / "keys" / "owners" / "ada.pub", b"was it a key\n")
+    with pytest.raises(AuthError, match="does not hold CURVE public keys"):
+        keys.enrolled_owners(state)

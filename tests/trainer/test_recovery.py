@@ -1,0 +1,130 @@
+"""What a trainer that starts again takes over: rewards of the same judge, and the newest checkpoint that the ledger knows."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import pytest
+from tokenizers import Tokenizer, models
+
+from scavenger import wire
+from scavenger.config import AlgorithmSection, RewardSection, RunConfig
+from scavenger.errors import CheckpointAhead, ConfigError
+from trainer import __main__ as program
+from trainer import checkpoint
+from trainer.scoring import Scoring
+
+# ---------------------------------------------------------------- rewards
+
+
+class Judge:
+    """Gives 2.0, and counts how often it was asked."""
+
+    def __init__(self, version: str) -> None:
+        self.version = version
+        self.asked = 0
+
+    def score(self, prompt: str, answer: str, meta: dict[str, Any]) -> float:
+        self.asked += 1
+        return 2.0
+
+
+def group(*recorded: tuple[float | None, str]) -> wire.GroupDone:
+    one, half = wire.pack_tokens([0]), wire.pack_logprobs([-0.5])
+    samples = tuple(
+        wire.DoneSample(i, i, one, half, half, "length", 0, reward, reward_version=version) for i, (reward, version) in enumerate(recorded)
+    )
+    return wire.GroupDone(1, 1, 1, "train", 0, one, "{}", samples)
+
+
+def scoring(judge: Judge, said: list[str]) -> Scoring:
+    tokenizer = Tokenizer(models.WordLevel({"x": 0}, "x"))
+    return Scoring(judge, tokenizer, RewardSection(), AlgorithmSection(), said.append)
+
+
+def test_a_recorded_reward_is_taken_from_the_same_version_alone_and_scored_again_aloud_otherwise() -> None:
+    said: list[str] = []
+    judge = Judge("v2")
+    scored = scoring(judge, said).score(group((1.0, "v2"), (1.0, "v1"), (1.0, "v1"), (None, "")))
+    assert scored.rewards == (1.0, 2.0, 2.0, 2.0)
+    assert judge.asked == 3
+    assert len(said) == 1, "once for each version"
+    assert "scored again by 'v2'" in said[0]
+    assert "'v1'" in said[0]
+    assert {outcome.reward_version for outcome in scored.outcomes} == {"v2"}
+
+
+def test_a_reward_of_a_release_that_noted_no_version_is_scored_again() -> None:
+    said: list[str] = []
+    assert scoring(Judge("v2"), said).score(group((1.0, ""), (None, ""))).rewards == (2.0, 2.0)
+    assert "not noted" in said[0]
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+class Shards:
+    """`Ranks` as far as a restore needs them: remembers what was loaded."""
+
+    def __init__(self) -> None:
+        self.loaded: list[str] = []
+
+    def load(self, path: Path, updates_taken: int) -> None:
+        self.loaded.append(path.name)
+
+
+def config_of(folder: Path) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "run": {"name": "r", "steps": 9, "state_dir": folder, "out_dir": folder},
+            "model": {"path": folder, "context_length": 64},
+            "sampling": {"max_tokens": 8},
+        }
+    )
+
+
+def begin(folder: Path, monkeypatch: pytest.MonkeyPatch, ledger_ends_at: int, resume: str = "auto") -> tuple[int, list[str]]:
+    """The step that the run is opened from, and what was loaded on the way."""
+    shards = Shards()
+
+    def open_run(config: RunConfig, spec: object, start: program.Start, stack: ExitStack, *, local: bool) -> tuple[str, str]:
+        if start.step > ledger_ends_at:
+            raise CheckpointAhead(f"the ledger ends at {ledger_ends_at}", "", ledger_ends_at)
+        return "run", "source"
+
+    monkeypatch.setattr(program, "open_run", open_run)
+    with ExitStack() as stack:
+        options = argparse.Namespace(resume=resume, local=False)
+        start, *_ = program.begin(config_of(folder), cast(Any, None), cast(Any, shards), stack, options)
+    return start.step, shards.loaded
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Path:
+    for step in (2, 4, 6):
+        path = checkpoint.folder(tmp_path) / checkpoint.name(step)
+        path.mkdir(parents=True)
+        (path / checkpoint.STATE_FILE).write_bytes(msgspec.json.encode(checkpoint.State(step, step, "", 0, 0, 0, "float32", 1)))
+    return tmp_path
+
+
+def test_a_trainer_goes_back_to_the_newest_checkpoint_that_a_restored_ledger_knows(
+    checkpoints: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert begin(checkpoints, monkeypatch, 5) == (4, ["step-00000006", "step-00000004"])
+    assert "going back to step-00000004" in capsys.readouterr().out
+    assert begin(checkpoints, monkeypatch, 6) == (6, ["step-00000006"])
+
+
+def test_without_such_a_checkpoint_or_with_a_chosen_one_the_trainer_ends_and_says_what_to_do(
+    checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match=r"no checkpoint that old(.|\n)*another run.name"):
+        begin(checkpoints, monkeypatch, 1)
+    chosen = str(checkpoint.folder(checkpoints) / "step-00000006")
+    with pytest.raises(ConfigError, match="the ledger ends at 5"):
+        begin(checkpoints, monkeypatch, 5, resume=chosen)
