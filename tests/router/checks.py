@@ -163,7 +163,8 @@ class Watch:
                     whole = row.state == "poisoned" if done.error is not None else bool(row.finish) and row.state != "open"
                     assert whole, f"sample {done.sample_id}: delivered while {row.state} in the ledger (I2)"
                     if done.error is None:
-                        assert (row.tokens, row.logprobs, row.finish) == (done.tokens, done.logprobs, done.finish)
+                        same = (row.tokens, row.logprobs, row.finish) == (done.tokens, done.logprobs, done.finish)
+                        assert same, f"sample {done.sample_id}: delivered with other tokens than the ledger's (I2)"
             case Welcome(worker_id=worker_id):
                 assert worker_id in truth.joined, f"worker {worker_id}: welcomed before its commit (I2)"
                 self.welcomed[conn] = worker_id

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from tests.router.engines import LIES
-from tests.router.site import Op
+from tests.router.site import ORDERS, Op
 from tests.router.world import World
 
 NODES = ("n0", "n1", "n2", "n3")
@@ -86,7 +86,7 @@ def _worker(name: int, world: World, rng: random.Random) -> Op:
 TROUBLE = {
     "spawn": 16, "requeue": 5, "reserved": 4, "kill": 4, "term": 3, "die": 3, "stop": 3, "cont": 4, "cut": 4, "again": 4, "clock": 2,
     "trip": 5, "lose": 10, "twice": 5, "late": 6, "gone": 4, "revoke": 1, "crash": 3, "succeed": 1, "fence": 1, "fail": 2, "jump": 1,
-    "train": 1, "restart": 3, "sleep": 3, "reconnect": 2, "close": 0.4, "run": 0.3,
+    "train": 1, "restart": 3, "sleep": 3, "unordered": 6, "zombie": 3, "reconnect": 2, "close": 0.4, "run": 0.3,
 }  # fmt: skip
 _KINDS, _ODDS = tuple(TROUBLE), tuple(TROUBLE.values())
 
@@ -137,8 +137,13 @@ def _other(world: World, rng: random.Random, kind: str, workers: list[int], trai
             return ["fail", rng.randint(1, 4)]
         case "jump":
             return ["jump", rng.choice((3.0, 6.0, 20.0, 60.0))]
+        case "unordered":
+            ordered = [n for n in workers if (link := world.workers[n].link) is not None and any(isinstance(m, ORDERS) for m in link.down)]
+            return ["unordered", rng.choice(ordered), rng.randrange(3)] if ordered else ["tick", 0.1]
         case "succeed" | "fence":
             return [kind]
+        case "zombie":
+            return [kind, rng.choice([n for n in trainers if world.trainers[n].phase == "commit"] or trainers)]
         case "reconnect" | "close":
             return [kind, rng.choice(trainers)]
     return ["tick", 0.25]

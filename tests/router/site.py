@@ -21,7 +21,7 @@ from scavenger.router.events import (
 )
 from scavenger.router.payload_check import checked
 from scavenger.router.state import Limits
-from scavenger.wire import Call, Denied, Message, OpenRun, Reply, WorkerHello
+from scavenger.wire import Assign, Call, Denied, Drain, Message, OpenRun, Reply, Revoke, Sleep, UseWeights, Wake, WorkerHello
 from tests.router.checks import Truth, Watch
 from tests.router.coverage import Coverage
 from tests.router.engines import SimWorker
@@ -31,6 +31,7 @@ from tests.router.trainers import Campaign, SimTrainer
 
 Op = list[Any]
 LIMITS = Limits(stalled_s=300.0)
+ORDERS = (UseWeights, Sleep, Wake, Drain, Assign, Revoke)
 POISON = {"r": "stop", "q": "mask"}
 
 
@@ -201,6 +202,15 @@ class Site:
         queue: deque[Message] = (link.up if way == "up" else link.down) if link is not None else deque()
         for _ in range(min(most, len(queue))):
             self.cover.fault("lost", self._kind(queue.popleft()))
+
+    def on_unordered(self, name: int, which: int) -> None:
+        """An order to a worker is lost; what was sent before and after it arrives."""
+        link = self._link(name)
+        orders = [at for at, message in enumerate(link.down) if isinstance(message, ORDERS)] if link is not None else []
+        if link is not None and orders:
+            at = orders[which % len(orders)]
+            self.cover.fault("lost", self._kind(link.down[at]))
+            del link.down[at]
 
     def on_twice(self, name: int, way: str) -> None:
         link = self._link(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -79,15 +80,20 @@ def test_a_schedule_plays_again_from_its_log() -> None:
 # ---------------------------------------------------------------- planted bugs
 
 
-def found(name: str, monkeypatch: pytest.MonkeyPatch, seeds: int = 600) -> schedule.Failed:
+def found(name: str, monkeypatch: pytest.MonkeyPatch, seeds: int = 400) -> schedule.Failed:
+    """The first schedule that finds a bug for its own reason; what is known to find it is tried first."""
+    planted = PLANTS[name]
+    others: list[str] = []
     with monkeypatch.context() as patch:
-        PLANTS[name](patch)
-        for seed in range(seeds):
+        planted.plant(patch)
+        for seed in (*planted.seeds, *range(seeds)):
             try:
                 schedule.run(seed, OPS)
             except schedule.Failed as failed:
-                return failed
-    pytest.fail(f"{name} was not found by {seeds} schedules")
+                if re.search(planted.says, str(failed.cause)):
+                    return failed
+                others.append(str(failed).splitlines()[0])
+    pytest.fail(f"{name} was not found by {seeds} schedules; what they found: {others[:3]}")
 
 
 @pytest.mark.parametrize("name", PLANTS)
@@ -100,7 +106,7 @@ def test_a_failing_schedule_is_made_short(name: str, monkeypatch: pytest.MonkeyP
     """The short log still fails with the bug, in the same way, and passes without it."""
     failed = found(name, monkeypatch)
     with monkeypatch.context() as patch:
-        PLANTS[name](patch)
+        PLANTS[name].plant(patch)
         short = shrink.shrink(failed.log, failed.alone)
         assert len(short) < 30
         assert shrink.failure(short, failed.alone) == shrink.signature(failed.cause)
@@ -114,7 +120,7 @@ def test_a_log_of_a_past_bug_passes(path: Path, monkeypatch: pytest.MonkeyPatch)
     schedule.play(kept["ops"], kept["alone"])
     if kept.get("plant"):
         with monkeypatch.context() as patch:
-            PLANTS[kept["plant"]](patch)
+            PLANTS[kept["plant"]].plant(patch)
             assert shrink.failure(kept["ops"], kept["alone"])
 
 

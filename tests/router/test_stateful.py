@@ -5,7 +5,6 @@ It shrinks what it finds by itself, and tries what the odds of `draw` would not.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -158,7 +157,6 @@ def test_hypothesis_finds_no_way_to_break_the_router_in_many_examples() -> None:
 
 @pytest.mark.parametrize("name", ["tokens_forgotten_by_a_move", "acked_before_durable"])
 def test_hypothesis_finds_a_planted_bug(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plant: Callable[[pytest.MonkeyPatch], None] = PLANTS[name]
-    plant(monkeypatch)
+    PLANTS[name].plant(monkeypatch)
     with pytest.raises(AssertionError, match=r"\(I\d"):
         play(examples=60, steps=40, shrink=False)

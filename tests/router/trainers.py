@@ -112,21 +112,27 @@ class SimTrainer:
         if self.wants_checkpoint and self.phase != "open" and self.step - 1 > max(self.campaign.kept):
             self.wants_checkpoint = False
             self.call(RecordCheckpoint(self.step - 1, self.version, self.root(), "ckpt"))
-        elif self.phase == "open":
-            body = open_body(self.resume, on_poison=self.campaign.on_poison, job_id=self.job)
-            self.call(msgspec.structs.replace(body, run=self.campaign.run))
-        elif self.phase == "publish":
-            self.call(PublishVersion(self.next_version, self.step - 1, self.root(), b"m", (SOURCE,)))
-        elif self.phase == "submit":
-            groups = specs(PROMPTS if self.purpose == "train" else 1, N, MAX_TOKENS)
-            self.call(SubmitGroups(self.step, self.version, self.purpose, groups))
-        elif self.phase == "commit":
-            self.call(CommitStep(self.step, self.version, self.purpose, self._outcomes(), {}))
+        elif (body := self.next_body()) is not None:
+            self.call(body)
         else:
             self.call(Ping())
             self.idle += 1
             return self.idle % 25 == 0  # groups may have been lost on their way
         return False
+
+    def next_body(self) -> CallBody | None:
+        """What it says next of its step; None while it waits for groups, and when it is over."""
+        match self.phase:
+            case "open":
+                body = open_body(self.resume, on_poison=self.campaign.on_poison, job_id=self.job)
+                return msgspec.structs.replace(body, run=self.campaign.run)
+            case "publish":
+                return PublishVersion(self.next_version, self.step - 1, self.root(), b"m", (SOURCE,))
+            case "submit":
+                return SubmitGroups(self.step, self.version, self.purpose, specs(PROMPTS if self.purpose == "train" else 1, N, MAX_TOKENS))
+            case "commit":
+                return CommitStep(self.step, self.version, self.purpose, self._outcomes(), {})
+        return None
 
     def _outcomes(self) -> tuple[SampleOutcome, ...]:
         found = []

@@ -15,7 +15,7 @@ from scavenger.router.events import (
 )
 from scavenger.router.payload_check import checked
 from scavenger.router.state import WorkerStatus
-from scavenger.wire import Chunks
+from scavenger.wire import Call, Chunks, OpenRun
 from tests.router.checks import audit_groups, audit_ledger
 from tests.router.engines import LIES, SimWorker, forged
 from tests.router.harness import OWNER
@@ -41,8 +41,8 @@ class World(Site):
                 incarnation = self.incarnations[intent][0] + 1
             self.incarnations[intent] = (incarnation, run, node)
         slot = f"slot {intent}" if kind == "reserved" else ""
-        for other in [w for w in self.workers.values() if slot and (w.run, w.identity.slot) == (run, slot)]:
-            self.on_kill(other.name)  # its launcher starts one engine in a slot, and another when that has ended
+        for other in [w for w in self.workers.values() if slot and name % 2 and (w.run, w.identity.slot) == (run, slot)]:
+            self.on_kill(other.name)  # its launcher starts one engine in a slot; an even name is one whose launcher lost another, alive
         me = ev.Identity(kind, run, f"s{name}", incarnation, name, node, 1, "reference", "0", 1, slot=slot)
         worker = SimWorker(name, me, intent if kind == "harvested" else "", self.daemon.now, self.cover.phase)
         self.workers[name] = worker
@@ -247,6 +247,19 @@ class World(Site):
     def on_checkpoint(self, name: int) -> None:
         if name in self.trainers:
             self.trainers[name].checkpoint()
+
+    def on_zombie(self, name: int) -> None:
+        """The process of the attempt before, which was stopped and goes on, says what the present one is about to say."""
+        trainer = self.trainers.get(name)
+        run = self.daemon.router.core.runs.get(trainer.campaign.run) if trainer is not None else None
+        if trainer is None or run is None or trainer.dead or trainer.attempt != run.attempt or trainer.attempt < 2:
+            return
+        body = trainer.next_body()
+        if body is not None and not isinstance(body, OpenRun):
+            self.cover.fault("an older attempt speaks", f"trainer {trainer.phase}")
+            link = self.open_link(OWNER)
+            link.old = True
+            self._call_up(self.daemon, link, Call(1, trainer.campaign.run, trainer.attempt - 1, body))
 
     def on_reserved(self, name: int, awake: bool) -> None:
         trainer = self.trainers.get(name)
