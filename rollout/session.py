@@ -200,6 +200,9 @@ class Session:
         if not isinstance(message, wire.Rejected):
             self._heard_at = now  # to be turned away again and again is to hear of no daemon that wants us
         self._unanswered = 0
+        if self._spec is None and isinstance(message, _ORDERS):
+            # It follows a welcome that came after its hello was given up: there is no engine to order about, and it will be said again.
+            return [Note("stray-order", type(message).__name__)]
         return _ON_MESSAGE[type(message)](self, message, now)
 
     # ------------------------------------------------------------ time
@@ -261,6 +264,8 @@ class Session:
 
 
 _Handler = Callable[[Session, Any, float], list[Action]]
+#: Messages that need an engine.
+_ORDERS = (wire.UseWeights, wire.Assign, wire.Revoke, wire.Sleep, wire.Wake)
 
 _ON_EVENT: dict[type[Event], _Handler] = {
     Received: Session._received,

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from scavenger.ledger.private_postgres import programs
+
 SLURM = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol")
 
 
@@ -22,17 +24,10 @@ def lacks(*programs: str) -> str:
     return f"no {', '.join(missing)} here" if missing else ""
 
 
-def postgres_programs() -> Path | None:
-    """The folder of PostgreSQL's own programs (Debian keeps them off PATH); None where it is not installed."""
-    debian = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda p: [int(n) for n in p.parts[4].split(".")])
-    found = shutil.which("initdb") or (debian[-1] if debian else None)
-    return Path(found).parent if found else None
-
-
 SERVICES: dict[str, Callable[[], str]] = {
     "slurm": lambda: lacks(*SLURM),
     "mpi": lambda: lacks("mpirun"),
-    "postgres": lambda: "" if os.environ.get("SCAVENGER_TEST_PG") or postgres_programs() else "no PostgreSQL server here",
+    "postgres": lambda: "" if os.environ.get("SCAVENGER_TEST_PG") or programs() else "no PostgreSQL server here",
     "gpu": lambda: "" if Path("/dev/nvidia0").exists() else "no NVIDIA GPU here",
 }
 

@@ -106,13 +106,17 @@ class RewardRunner:
 
     def _start(self) -> None:
         """Start the process and wait until the function is imported. Raises `ConfigError` when it cannot be."""
-        argv = [sys.executable, "-m", "trainer.reward_worker", self._function]
-        self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        try:
-            ready = self._receive(START_DEADLINE_S)
-        except RewardError as error:
-            self.close()
-            raise ConfigError(f"reward.function = {self._function!r}: {error.cause}") from error
+        for left in reversed(range(self._retries + 1)):
+            argv = [sys.executable, "-m", "trainer.reward_worker", self._function]
+            self._process = process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            try:
+                ready = self._receive(START_DEADLINE_S)
+                break
+            except RewardError as error:
+                killed = (process.poll() or 0) < 0
+                self.close()
+                if not (killed and left):  # killed from outside says nothing about the function
+                    raise ConfigError(f"reward.function = {self._function!r}: {error.cause}") from error
         if ready.error is not None:
             self.close()
             raise ConfigError(f"reward.function = {self._function!r}: {ready.error}", "the trainer's Python must be able to import it")

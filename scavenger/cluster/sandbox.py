@@ -184,12 +184,19 @@ class SlurmSandbox:
         steps = [pid for pid in procs.descendants(self.ready.pid, table) if mine.match(procs.title(pid))]
         return procs.kill_trees(steps)
 
+    @property
+    def controller_pid(self) -> int:
+        """That of the slurmctld which runs now; 0 while one that was killed has not been started again."""
+        mark = "slurmctld -D"
+        below = procs.descendants(self.ready.pid, procs.snapshot())
+        return next((pid for pid in below if mark in procs.title(pid) and procs.title(pid).endswith(self.ready.conf)), 0)
+
     def freeze_controller(self) -> None:
         """SIGSTOP slurmctld: commands time out, as with a controller that hangs."""
-        procs.send([self.ready.daemons["slurmctld"]], signal.SIGSTOP)
+        procs.send([self.controller_pid], signal.SIGSTOP)
 
     def thaw_controller(self) -> None:
-        procs.send([self.ready.daemons["slurmctld"]], signal.SIGCONT)
+        procs.send([self.controller_pid], signal.SIGCONT)
 
 
 def _read_line(pipe: IO[bytes], timeout_s: float) -> bytes:
@@ -250,7 +257,7 @@ class _Daemons:
                    f"--socket={run}/munge.socket", f"--pid-file={run}/munged.pid",
                    f"--log-file={self.dir}/log/munged.log", f"--seed-file={munge}/munge.seed")
         self.wait_for("munged's socket", deadline, lambda: (run / "munge.socket").exists())
-        self.spawn("slurmctld", "slurmctld", "-D", "-c", "-f", str(self.conf))
+        self.spawn("slurmctld", "slurmctld", "-D", "-c", "-f", str(self.conf))  # -c: without the state of an earlier life
         # a slurmd that finds no controller sleeps for a whole second
         self.wait_for("slurmctld's port", deadline, lambda: listens(self.site.port))
         stepd = shutil.which("slurmstepd", path=self.env["PATH"])
@@ -345,6 +352,9 @@ def _watch(daemons: _Daemons, watch_stdin: bool) -> None:
             if child.poll() is not None and name not in reported:
                 reported.add(name)
                 sys.stderr.write(f"sandbox: {name} ended with status {child.returncode}\n{daemons.errors(name)}\n")
+        if daemons.children["slurmctld"].poll() == -signal.SIGKILL:  # as its unit would: with the state that it saved
+            daemons.spawn("slurmctld", "slurmctld", "-D", "-f", str(daemons.conf))
+            reported.discard("slurmctld")
         procs.reap({child.pid for child in daemons.children.values() if child.returncode is None})
 
 

@@ -44,6 +44,7 @@ class SiteOptions:
     daemon: Mapping[str, Any] = field(default_factory=dict)
     harvest: Mapping[str, Any] = field(default_factory=dict)
     cluster: Mapping[str, Any] = field(default_factory=dict)
+    ledger: str = ""  # SQLAlchemy URL; empty = SQLite in the state directory
 
 
 def daemon_document(options: SiteOptions, state_dir: Path, local_dir: Path | None) -> dict[str, dict[str, Any]]:
@@ -55,7 +56,7 @@ def daemon_document(options: SiteOptions, state_dir: Path, local_dir: Path | Non
         cluster["local_dir"] = str(local_dir)
     harvest = {"partition": "scavenge", "max_engines": options.max_engines, "max_pending": 2, "time_limit_s": 1800.0}
     return {
-        "daemon": {"state_dir": str(state_dir), **options.daemon},
+        "daemon": {"state_dir": str(state_dir), **({"ledger": options.ledger} if options.ledger else {}), **options.daemon},
         "cluster": {**cluster, **options.cluster},
         "harvest": {**harvest, **options.harvest},
     }
@@ -116,7 +117,7 @@ class Site:
 
     @property
     def ledger_url(self) -> str:
-        return f"sqlite:///{self.state_dir / 'ledger.sqlite3'}"
+        return self.options.ledger or f"sqlite:///{self.state_dir / 'ledger.sqlite3'}"
 
     @property
     def env(self) -> dict[str, str]:
@@ -128,30 +129,50 @@ class Site:
 
     def start_daemon(self) -> None:
         """Start the daemon and wait until it has announced itself."""
-        before = self._generation()
-        log = (self.dir / "daemon.log").open("ab")
-        argv = [sys.executable, "-m", "scavenger", "daemon", "--config", str(self.config_path), "--die-with-stdin"]
-        # a session of its own: a Ctrl-C at the terminal reaches only the program that uses the site
-        self._daemon = subprocess.Popen(argv, env=self.env, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
-        log.close()
+        before = self.generation
+        self.spawn_daemon()
+        assert self._daemon is not None
         deadline = time.monotonic() + START_S
-        while self._generation() == before:
+        while self.generation == before:
             if self._daemon.poll() is not None or time.monotonic() > deadline:
                 tail = "\n".join((self.dir / "daemon.log").read_text(errors="replace").splitlines()[-15:])
                 raise ScavengerError(f"the daemon did not start:\n{tail}", f"its log: {self.dir / 'daemon.log'}")
             time.sleep(0.02)  # polls the rendezvous file
 
-    def _generation(self) -> int:
+    def spawn_daemon(self) -> subprocess.Popen[bytes]:
+        """Start a daemon, which becomes the site's, without waiting for it. An earlier one that still runs is the caller's to end."""
+        argv = [sys.executable, "-m", "scavenger", "daemon", "--config", str(self.config_path), "--die-with-stdin"]
+        with (self.dir / "daemon.log").open("ab") as log:
+            # a session of its own: a Ctrl-C at the terminal reaches only the program that uses the site
+            self._daemon = subprocess.Popen(argv, env=self.env, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
+        return self._daemon
+
+    @property
+    def generation(self) -> int:
+        """That of the daemon which announced itself last; 0 before the first."""
         try:
             return keys.read_rendezvous(self.state_dir).generation
         except ScavengerError:
             return 0
 
     @property
-    def daemon_pid(self) -> int:
+    def serving(self) -> bool:
+        """Whether the daemon that was started last has announced itself, and nobody after it."""
+        try:
+            return keys.read_rendezvous(self.state_dir).pid == self.daemon_pid
+        except ScavengerError:
+            return False
+
+    @property
+    def daemon(self) -> subprocess.Popen[bytes]:
+        """The process of the daemon that was started last."""
         if self._daemon is None:
             raise ScavengerError("the daemon is not running")
-        return self._daemon.pid
+        return self._daemon
+
+    @property
+    def daemon_pid(self) -> int:
+        return self.daemon.pid
 
     @contextlib.contextmanager
     def second_daemon(self) -> Iterator[subprocess.Popen[bytes]]:
@@ -162,13 +183,13 @@ class Site:
             self.start_daemon()
             yield first
         finally:
-            self._end_daemon(first)
+            self.end_daemon(first)
 
     def kill_daemon(self) -> None:
         """SIGKILL, and wait until it is gone."""
         assert self._daemon is not None
         self._daemon.kill()
-        self._end_daemon(self._daemon)
+        self.end_daemon(self._daemon)
 
     # ---------------------------------------------------------------- jobs
 
@@ -207,7 +228,7 @@ class Site:
     def stop(self) -> None:
         """End everything, in the reverse order; may be repeated."""
         if self._daemon is not None:
-            self._end_daemon(self._daemon)
+            self.end_daemon(self._daemon)
             self._daemon = None
         if self._cluster is not None:
             with contextlib.suppress(ClusterError, ClusterUnavailable):  # it is thrown away next, with all its jobs
@@ -221,7 +242,8 @@ class Site:
             self._sandbox = None
 
     @staticmethod
-    def _end_daemon(daemon: subprocess.Popen[bytes]) -> None:
+    def end_daemon(daemon: subprocess.Popen[bytes]) -> None:
+        """SIGTERM (SIGKILL after a while), and wait; also for one that has ended already."""
         if daemon.poll() is None:
             daemon.send_signal(signal.SIGCONT)
             daemon.terminate()

@@ -144,15 +144,22 @@ def _newest_generation(url: str) -> int:
         engine.dispose()
 
 
+def _journal_for(source: sqlite3.Connection, target: sqlite3.Connection) -> str:
+    """SQLite copies no pages of one size into a write-ahead log of another. A rollback journal takes them, and needs the ledger alone."""
+    sizes = [connection.execute("PRAGMA page_size").fetchone() for connection in (source, target)]
+    return "WAL" if sizes[0] == sizes[1] else "DELETE"
+
+
 def _replace_sqlite(ledger: Path, source: Path) -> None:
     _prove_ledger(source)
     damaged = _set_aside_damaged(ledger)
     store.open_engine(f"sqlite:///{ledger}").dispose()  # makes the file (0600) and its folder where they are missing
     reading, writing = _connect(source, "ro"), _connect(ledger, "rw", timeout_s=RESTORE_WAIT_S)
     try:
-        writing.execute("PRAGMA journal_mode=WAL")
+        writing.execute(f"PRAGMA journal_mode={_journal_for(reading, writing)}")
         writing.execute("PRAGMA synchronous=FULL")
         reading.backup(writing, pages=-1)  # all pages in one transaction: the old ledger or the new one, whenever this is killed
+        writing.execute("PRAGMA journal_mode=WAL")
         writing.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     except sqlite3.Error as error:
         aside = f" (the damaged one is {damaged})" if damaged is not None else ""

@@ -72,6 +72,7 @@ _POSTGRES: dict[str, WriterState] = {
     "53200": WriterState.STALLED_IO,  # out of memory
     "53300": WriterState.LOST_CONNECTION,  # too many connections
     "25006": WriterState.STALLED_READONLY,
+    "25P03": WriterState.LOST_CONNECTION,  # stood still in mid-transaction for too long
     "40001": WriterState.STALLED_LOCKED,
     "40P01": WriterState.STALLED_LOCKED,  # deadlock
     "55P03": WriterState.STALLED_LOCKED,

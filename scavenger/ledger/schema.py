@@ -55,6 +55,9 @@ def _bytes(name: str) -> Column[bytes]:
     return Column(name, LargeBinary, nullable=False)
 
 
+#: PostgreSQL keeps half of each page free: a row's next version stays on its page, and no index changes.
+_UPDATED: dict[str, Any] = {"postgresql_with": {"fillfactor": 50}}
+
 # ---------------------------------------------------------------- who writes
 
 #: One row for each life of a daemon on this ledger. Every transaction of the writer moves `batch` from n to n + 1 on its own row,
@@ -207,6 +210,7 @@ samples = Table(
     Index("ix_samples_group", "group_id"),
     # Finds the few that are in flight, or that a replay may need, among millions that are final.
     Index("ix_samples_state", "state", "run_id", "ended_step"),
+    **_UPDATED,
 )
 
 #: Every end and reopening of a sample, in order. `samples` keeps the last one; an audit of I3 needs them all.
@@ -240,6 +244,7 @@ leases = Table(
     _time("granted_at"),
     _maybe_time("ended_at"),
     Index("ix_leases_worker", "worker_id"),
+    **_UPDATED,
 )
 
 #: The hot table: appended to and read; only retention and a purge touch rows, of samples that are final. It has no unique key but the

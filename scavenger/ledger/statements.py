@@ -13,7 +13,7 @@ Columns that only grow (`accepted_len`) or add up (`regenerated`, `moves`) are i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,19 +23,22 @@ from sqlalchemy import Table, bindparam
 from scavenger.errors import LedgerError
 from scavenger.ledger import records as r
 from scavenger.ledger import schema as t
+from scavenger.ledger.parameters import Row, Rows, each, lengths, new_samples
 from scavenger.ledger.records import Record
-
-Row = dict[str, Any]
-Rows = Callable[[Sequence[Any]], Iterable[Row]]
+from scavenger.ledger.sets import Shape
 
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """One statement and how a batch of records becomes its parameter rows. `must_match`: each row must change exactly one."""
+    """One statement and how a batch of records becomes its parameter rows. `must_match`: each row must change exactly one.
+
+    `shape` says the same for many rows at once (`sets`), where the statement has such a form.
+    """
 
     sql: sa.Executable
     rows: Rows
     must_match: bool = False
+    shape: Shape | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,46 +51,6 @@ class Kind:
     sets: frozenset[str] = frozenset()
 
 
-# ---------------------------------------------------------------- parameters
-
-
-def _clean(value: Any) -> Any:
-    """PostgreSQL's text holds every character but NUL, and a peer's reason must not be able to stop the ledger."""
-    return value.replace("\0", "\ufffd") if isinstance(value, str) else value
-
-
-def parameters(record: Record) -> Row:
-    """A record's fields as bind parameters; the prefix keeps them apart from the column names that SQLAlchemy binds itself."""
-    return {f"p_{name}": _clean(getattr(record, name)) for name in record.__struct_fields__}
-
-
-def each(records: Sequence[Record]) -> Iterator[Row]:
-    """One parameter row a record."""
-    return map(parameters, records)
-
-
-def _new_samples(records: Sequence[r.GroupCreated]) -> Iterator[Row]:
-    for group in records:
-        for index in range(group.n):
-            yield {
-                "p_sample_id": group.first_sample_id + index,
-                "p_group_id": group.group_id,
-                "p_run_id": group.run_id,
-                "p_index": index,
-            }
-
-
-def _lengths(records: Sequence[r.ChunkAccepted]) -> Iterator[Row]:
-    """The last accepted length of each sample: one update a sample, however many chunks it has in the batch."""
-    longest: dict[int, int] = {}
-    for chunk in records:
-        length = chunk.offset + len(chunk.tokens) // 4
-        if length > longest.get(chunk.sample_id, -1):
-            longest[chunk.sample_id] = length
-    for sample_id in sorted(longest):  # the same order in every transaction, so that two never wait for each other
-        yield {"p_sample_id": sample_id, "p_length": longest[sample_id]}
-
-
 # ---------------------------------------------------------------- builders
 
 
@@ -97,7 +60,8 @@ def _p(name: str) -> sa.BindParameter[Any]:
 
 def _insert(table: Table, rows: Rows = each, /, **columns: Any) -> Statement:
     """`columns` are constants, or names of fields where a string starts with ':'."""
-    return Statement(sa.insert(table).values(_values(table, columns)).inline(), rows)
+    values = _values(table, columns)
+    return Statement(sa.insert(table).values(values).inline(), rows, shape=Shape(table, (), tuple(values.items())))
 
 
 def _values(table: Table, columns: dict[str, Any]) -> Row:
@@ -118,7 +82,9 @@ def _same(table: Table, names: str) -> dict[str, Any]:
 def _update(table: Table, keys: str, rows: Rows = each, /, *, must_match: bool = True, **columns: Any) -> Statement:
     """Update the row whose `keys` (columns, called as the fields) match. `columns` as in `_insert`."""
     where = [table.c[key] == _p(key) for key in keys.split()]
-    return Statement(sa.update(table).where(*where).values(_values(table, columns)), rows, must_match)
+    values = _values(table, columns)
+    shape = Shape(table, tuple(keys.split()), tuple(values.items()))
+    return Statement(sa.update(table).where(*where).values(values), rows, must_match, shape)
 
 
 def _at_least(column: sa.Column[Any], field: str) -> sa.Case[Any]:
@@ -195,7 +161,7 @@ KINDS: dict[type[Record], Kind] = {
             created_version=":version", created_at=":at", delivered_attempt=0,
         ),
         _insert(
-            t.samples, _new_samples,
+            t.samples, new_samples,
             **_same(t.samples, "sample_id group_id run_id"), sample_index=":index",
             state="open", reason="", finish="", reward_version="", accepted_len=0, epoch=0, moves=0, worker_id=0, regenerated=0,
             ended_step=0, ended_attempt=0,
@@ -231,7 +197,7 @@ KINDS: dict[type[Record], Kind] = {
         uses="leases samples",
     ),
     r.ChunkAccepted: _kind(
-        _update(t.samples, "sample_id", _lengths, accepted_len=_at_least(t.samples.c.accepted_len, "length")),
+        _update(t.samples, "sample_id", lengths, accepted_len=_at_least(t.samples.c.accepted_len, "length")),
         creates="chunks", uses="samples",
     ),
     # Its statements depend on what the chunks hold: `reduce` runs them. No attempt may be granted in between, no chunk follow.
@@ -334,8 +300,13 @@ def arrange(records: Iterable[Record]) -> list[Batch]:
     """Records of one transaction as batches of one kind each, in an order with the same result. Records of a kind keep theirs."""
     batches: list[Batch] = []
     last: dict[type[Record], int] = {}
+    before: type[Record] | None = None
     for record in records:
         kind = type(record)
+        if kind is before:  # nothing has come between: the common case, and it must cost nothing
+            batches[last[kind]][1].append(record)
+            continue
+        before = kind
         barrier = max((last.get(other, -1) for other in BARRIERS[kind]), default=-1)
         at = last.get(kind, -1)
         if at <= barrier:

@@ -35,9 +35,14 @@ NETWORK_FILE_SYSTEMS = frozenset(
 )  # fmt: skip
 _BUSY_TIMEOUT_S = 1.0
 _PAGE_CACHE_KIB = 65_536
+#: A chunk of 32 tokens takes 450 bytes: on pages of 8 KiB a commit writes fewer of them, and costs a third less than on 4 KiB.
+_PAGE_BYTES = 8_192
 _WAL_CHECKPOINT_PAGES = 4_000
 _READER_TIMEOUT_MS = 60_000
 _WRITER_LOCK_TIMEOUT_MS = 10_000
+#: A daemon that stands still in mid-transaction (stopped, a frozen host) holds its generation's row: PostgreSQL ends that transaction
+#: before the successor's wait for the row does. One that wakes tries the same transaction again, or finds itself fenced.
+_WRITER_IDLE_TIMEOUT_MS = 8_000
 #: A connection's option: how SQLite opens its transactions. Only the writer takes the write lock at once.
 BEGIN = "ledger_begin"
 
@@ -116,7 +121,8 @@ def open_engine(url: str) -> sa.Engine:
         path = Path(str(parsed.database))
         _prepare_file(path)
         return _sqlite_engine(f"file:{quote(str(path.absolute()))}?mode=rw", writes=True)
-    return _postgres_engine(parsed, f"-c synchronous_commit=on -c lock_timeout={_WRITER_LOCK_TIMEOUT_MS}")
+    limits = f"-c lock_timeout={_WRITER_LOCK_TIMEOUT_MS} -c idle_in_transaction_session_timeout={_WRITER_IDLE_TIMEOUT_MS}"
+    return _postgres_engine(parsed, f"-c synchronous_commit=on {limits}")
 
 
 def open_readonly(url: str) -> sa.Engine:
@@ -133,11 +139,18 @@ def open_readonly(url: str) -> sa.Engine:
     return _postgres_engine(parsed, f"-c default_transaction_read_only=on -c statement_timeout={_READER_TIMEOUT_MS}")
 
 
+def sqlite_file(url: str) -> Path | None:
+    """The file of an SQLite ledger; None for PostgreSQL."""
+    parsed = parse(url)
+    return Path(str(parsed.database)) if parsed.drivername == "sqlite" else None
+
+
 def _sqlite_engine(uri: str, *, writes: bool) -> sa.Engine:
     def connect() -> sqlite3.Connection:
         # isolation_level None: the driver opens no transaction of its own, `begin` below does.
         connection = sqlite3.connect(uri, uri=True, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
         if writes:
+            connection.execute(f"PRAGMA page_size={_PAGE_BYTES}")  # heard only while the file is empty
             connection.execute("PRAGMA journal_mode=WAL")
             connection.execute("PRAGMA synchronous=FULL")  # a commit outlives the operating system, not only the process
             connection.execute(f"PRAGMA wal_autocheckpoint={_WAL_CHECKPOINT_PAGES}")

@@ -21,7 +21,9 @@ from dataclasses import dataclass
 import sqlalchemy as sa
 
 from scavenger.errors import Fenced, LedgerError
+from scavenger.ledger import sets
 from scavenger.ledger.bulk import append_chunks
+from scavenger.ledger.parameters import tuples
 from scavenger.ledger.records import ChunkAccepted, ContentsReduced, Record
 from scavenger.ledger.reduce import reduce_contents
 from scavenger.ledger.schema import generations
@@ -164,13 +166,16 @@ def _advance(connection: sa.Connection, generation: Generation, batch: int, now:
 
 
 def _run(connection: sa.Connection, statement: Statement, records: Sequence[Record]) -> None:
-    rows = list(statement.rows(records))
-    if not rows:
-        return
-    result = connection.execute(statement.sql, rows)
-    if statement.must_match and result.rowcount != len(rows):
+    if statement.shape is not None and len(records) >= sets.FEWEST and sets.possible(connection):
+        types, rows = tuples(statement.shape.names, statement.rows, records)
+        wanted, changed = len(rows), sets.run(connection, statement.shape, types, rows)
+    else:
+        single = list(statement.rows(records))
+        wanted = len(single)
+        changed = connection.execute(statement.sql, single).rowcount if single else 0
+    if statement.must_match and changed != wanted:
         raise LedgerError(
-            f"{len(rows) - result.rowcount} of {len(rows)} {type(records[0]).__name__} records name a row that is not there, "
+            f"{wanted - changed} of {wanted} {type(records[0]).__name__} records name a row that is not there, "
             f"among them perhaps {describe(records[0])}",
             "this is a bug of the daemon; nothing of the batch was written",
         )

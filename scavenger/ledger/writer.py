@@ -11,6 +11,7 @@ pauses until it can, and `backlog_bytes` tells the daemon to slow down. Callback
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 import time
 from collections import deque
@@ -18,15 +19,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import sqlalchemy as sa
+import structlog
 
 from scavenger.errors import Fenced, LedgerError
 from scavenger.ledger.faults import FINAL, REMEDIES, TRANSITIONS, WriterState, classify, explain
 from scavenger.ledger.records import Record
 from scavenger.ledger.statements import weigh
-from scavenger.ledger.store import open_engine
+from scavenger.ledger.store import open_engine, sqlite_file
 from scavenger.ledger.transaction import NOBODY, Announced, Generation, commit_batch, grant_generation, open_connection
+from scavenger.ledger.wal import MOST_BYTES, WalWatch
 
 __all__ = ["Backoff", "Writer", "WriterState"]
+
+log = structlog.get_logger()
 
 #: A transaction's size: large enough to amortise its sync, small enough that one takes a fraction of a second.
 MAX_BATCH_BYTES = 16 * 1024 * 1024
@@ -74,8 +79,10 @@ class Writer:
         backoff: Backoff = Backoff(),
         max_batch_bytes: int = MAX_BATCH_BYTES,
         announced: Announced = NOBODY,
+        most_wal_bytes: int = MOST_BYTES,
     ) -> None:
         self.engine: sa.Engine = open_engine(url)
+        self._wal = WalWatch(self.engine, sqlite_file(url), most_wal_bytes)
         self._identity = (host, pid, code_version)
         self._announced = announced
         self._now = now
@@ -145,6 +152,11 @@ class Writer:
             return self._backlog_bytes
 
     @property
+    def wal_bytes(self) -> int:
+        """The size of SQLite's write-ahead log after the last commit; 0 on PostgreSQL."""
+        return self._wal.nbytes
+
+    @property
     def state(self) -> WriterState:
         with self._changed:
             return self._state
@@ -198,6 +210,8 @@ class Writer:
                 if connection is None:
                     return
                 self._acknowledge(work)
+                if not self._look_at_wal():
+                    return
         except BaseException as error:
             self._enter(WriterState.FAILED, f"the writer's thread ended: {explain(error)}")
             raise
@@ -250,6 +264,18 @@ class Writer:
             if state in FINAL or not self._pause(self._backoff.pause_s(tries)):
                 return None
             tries += 1
+
+    def _look_at_wal(self) -> bool:
+        """After a commit was acknowledged. False: a sync failed, and no disk that does so is written again."""
+        try:
+            self._wal.look(self._now())
+        except (sa.exc.DBAPIError, sqlite3.Error) as error:
+            state = classify(error)
+            if state in FINAL:
+                self._enter(state, explain(error))
+                return False
+            log.warning("ledger's log not written back; tried again", state=str(state), reason=explain(error))
+        return True
 
     def _pause(self, pause_s: float) -> bool:
         """Wait before the next try; False when the writer should give up instead."""

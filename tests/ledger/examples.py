@@ -121,12 +121,12 @@ def everything() -> list[list[r.Record]]:
 class Witness:
     """A writer with what it reported, and conditions to wait for."""
 
-    def __init__(self, url: str, **options: Any) -> None:
+    def __init__(self, url: str, now: Callable[[], float] = time.time, **options: Any) -> None:
         self.acked: list[int] = []
         self.states: list[tuple[WriterState, str]] = []
         self._changed = threading.Condition()
         self.writer = Writer(
-            url, "host", 1, "test", time.time, on_commit=self._acked, on_state=self._state,
+            url, "host", 1, "test", now, on_commit=self._acked, on_state=self._state,
             backoff=Backoff(first_s=0.01, most_s=0.05), **options,
         )  # fmt: skip
 

@@ -19,7 +19,7 @@ import sqlalchemy as sa
 from scavenger import daemon, keys, ownership
 from scavenger.config import DaemonConfig
 from scavenger.errors import Fenced, LedgerError
-from scavenger.ledger import backup, reader, store, transaction
+from scavenger.ledger import backup, reader, reports, store, transaction
 from scavenger.ledger import records as rec
 from scavenger.ledger.transaction import NOBODY, Announced
 from scavenger.ledger.writer import Writer, WriterState
@@ -133,6 +133,22 @@ def test_a_damaged_ledger_is_set_aside_and_replaced(sqlite_url: str, tmp_path: P
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     (aside,) = path.parent.glob("*.damaged-*[0-9]")
     assert aside.read_bytes().startswith(b"damaged")
+
+
+def test_a_backup_replaces_a_ledger_of_another_page_size(sqlite_url: str, tmp_path: Path) -> None:
+    """As one that an older release made: SQLite copies no pages into a write-ahead log of another size."""
+    written(sqlite_url, everything())
+    backup.backup(sqlite_url, tmp_path / "copy")
+    path = Path(sqlite_url.removeprefix("sqlite:///"))
+    path.unlink()
+    older = sqlite3.connect(path)
+    for statement in ("PRAGMA page_size=4096", "PRAGMA journal_mode=WAL", "CREATE TABLE t (x)", "INSERT INTO t VALUES (1)"):
+        older.execute(statement)
+    older.commit()
+    older.close()
+    restored(sqlite_url, tmp_path / "copy")
+    assert generation_of(sqlite_url).restored
+    assert reports.check(sqlite_url) == []
 
 
 # ---------------------------------------------------------------- everybody is fenced

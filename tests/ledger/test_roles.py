@@ -184,7 +184,7 @@ def test_the_file_says_what_is_missing(site: Site) -> None:
 def test_a_ledger_without_views_is_named_as_the_cause(site: Site) -> None:
     written(site.url(DAEMON), everything())
     downgrade(site.url(DAEMON), "0004")
-    with pytest.raises(LedgerError, match=r"revision 0003(.|\n)*start this release's daemon"):
+    with pytest.raises(LedgerError, match=r"revision 0004(.|\n)*start this release's daemon"):
         report(site.url(DAEMON), "runs")
 
 

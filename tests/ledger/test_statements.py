@@ -8,7 +8,8 @@ import pytest
 
 from scavenger.errors import LedgerError
 from scavenger.ledger import records as r
-from scavenger.ledger.statements import BARRIERS, KINDS, arrange, kinds, parameters, weigh
+from scavenger.ledger.parameters import parameters
+from scavenger.ledger.statements import BARRIERS, KINDS, arrange, kinds, weigh
 from tests.ledger.examples import chunk, everything, group
 
 

@@ -13,6 +13,7 @@ from alembic.runtime.migration import MigrationContext
 from scavenger.errors import LedgerError
 from scavenger.ledger import store
 from scavenger.ledger.schema import metadata
+from tests.ledger.conftest import new_database
 from tests.ledger.examples import everything, written
 
 MOUNTS = """\
@@ -33,6 +34,21 @@ def test_migrations_add_up_to_the_schema(url: str) -> None:
         assert compare_metadata(context, metadata) == []
         store.require_head(connection)
     engine.dispose()
+
+
+@pytest.mark.postgres
+def test_updated_rows_have_room_on_their_page(postgres: sa.URL) -> None:
+    url = new_database(postgres)
+    store.upgrade(url)
+    engine = store.open_engine(url)
+    with engine.connect() as connection:
+        ours = "SELECT relname, reloptions[1] FROM pg_class WHERE relnamespace = 'public'::regnamespace AND reloptions IS NOT NULL"
+        options = {str(row[0]): str(row[1]) for row in connection.execute(sa.text(ours))}
+    engine.dispose()
+    wanted = {name: f"fillfactor={table.dialect_options['postgresql']['with']['fillfactor']}"
+              for name, table in metadata.tables.items() if table.dialect_options["postgresql"]["with"]}  # fmt: skip
+    assert options == wanted
+    assert set(wanted) == {"samples", "leases"}
 
 
 def test_upgrade_and_downgrade_with_data(url: str) -> None:

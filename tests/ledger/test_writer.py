@@ -11,14 +11,16 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from structlog.testing import capture_logs
 
 from scavenger.errors import Fenced, LedgerError
 from scavenger.ledger import records as r
-from scavenger.ledger import transaction
+from scavenger.ledger import store, transaction
 from scavenger.ledger.faults import FINAL, TRANSITIONS, WriterState, classify
 from scavenger.ledger.reader import rows
 from scavenger.ledger.statements import KINDS
@@ -367,6 +369,27 @@ def test_a_lost_connection_is_made_again(postgres: sa.URL) -> None:
     assert subjects(url) == [0, 1]
 
 
+@pytest.mark.postgres
+def test_a_daemon_that_stands_still_in_mid_transaction_does_not_keep_its_successor_out(
+    postgres: sa.URL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "_WRITER_IDLE_TIMEOUT_MS", 300)
+    url = new_database(postgres)
+    upgrade(url)
+    still, successor = open_engine(url), open_engine(url)
+    first = transaction.grant_generation(still, "here", 1, "test", 1.0)
+    with transaction.open_connection(still) as connection:
+        connection.begin()
+        connection.exec_driver_sql(f"UPDATE generations SET batch = batch WHERE generation = {first}")
+        assert transaction.grant_generation(successor, "there", 2, "test", 2.0) == first + 1
+        with pytest.raises(sa.exc.DBAPIError) as ended:
+            connection.exec_driver_sql("SELECT 1")
+        connection.invalidate()
+    assert classify(ended.value) is WriterState.LOST_CONNECTION
+    still.dispose()
+    successor.dispose()
+
+
 def test_the_states_are_a_table() -> None:
     assert set(TRANSITIONS) == set(WriterState)
     assert all(TRANSITIONS[state] <= {WriterState.CLOSED} for state in FINAL)
@@ -397,6 +420,7 @@ class _PostgresError(Exception):
         (_PostgresError("53100"), WriterState.STALLED_DISK_FULL),
         (_PostgresError("40P01"), WriterState.STALLED_LOCKED),
         (_PostgresError("57P01"), WriterState.LOST_CONNECTION),
+        (_PostgresError("25P03"), WriterState.LOST_CONNECTION),
         (_PostgresError("08006"), WriterState.LOST_CONNECTION),
         (_PostgresError("25006"), WriterState.STALLED_READONLY),
         (_PostgresError("23505"), WriterState.FAILED),
@@ -462,3 +486,95 @@ def test_the_writer_reports_a_ledger_that_cannot_be_opened(tmp_path: Path) -> No
     (tmp_path / "file").write_text("")
     with pytest.raises(LedgerError, match="cannot be opened"):
         Writer(f"sqlite:///{tmp_path / 'file' / 'ledger.sqlite3'}", "host", 1, "test", time.time)
+
+
+def test_a_log_that_a_reader_keeps_from_shrinking_is_measured_and_written_back_when_it_can(sqlite_url: str, tmp_path: Path) -> None:
+    upgrade(sqlite_url)
+    log_file, bound = tmp_path / "state" / "ledger.sqlite3-wal", 1_000_000
+    reader = sqlite3.connect(tmp_path / "state" / "ledger.sqlite3", isolation_level=None)
+    clock = count(step=2)  # more than a retry's pause from one look to the next
+    with witness(sqlite_url, most_wal_bytes=bound, now=lambda: float(next(clock))) as w, capture_logs() as told:
+        w.writer.submit(0, [event(0)])
+        w.wait_ticket(0)
+        reader.execute("BEGIN")
+        assert reader.execute("SELECT count(*) FROM events").fetchone() == (1,)
+        for ticket in range(1, 41):  # far beyond the size at which SQLite writes its log back by itself
+            w.writer.submit(ticket, [event(ticket, 2_000_000)])
+            w.wait_ticket(ticket)
+        assert w.states == [], "a reader does not stall the writer"
+        assert reader.execute("SELECT count(*) FROM events").fetchone() == (1,), "the reader sees what it saw"
+        assert log_file.stat().st_size > 75_000_000
+        reader.execute("COMMIT")
+        w.writer.submit(41, [event(41)])
+        w.wait_ticket(41)
+        assert w.writer.close(drain=True)
+        assert w.writer.wal_bytes <= bound
+        *large, small = [entry for entry in told if "log is" in entry["event"]]
+        assert large
+        assert all(entry["log_level"] == "warning" and entry["nbytes"] > bound for entry in large)
+        assert len(large) < 10, "said now and then, not with every commit"
+        assert small["event"] == "ledger's log is small again"
+    reader.close()
+    assert subjects(sqlite_url) == list(range(42))
+
+
+def test_a_sync_that_fails_while_the_log_is_written_back_ends_the_writer(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    upgrade(sqlite_url)
+
+    def broken(watch: object) -> None:
+        error = sqlite3.OperationalError("disk I/O error")
+        error.sqlite_errorcode = sqlite3.SQLITE_IOERR_FSYNC
+        raise error
+
+    monkeypatch.setattr("scavenger.ledger.wal.WalWatch._write_back", broken)
+    with witness(sqlite_url, most_wal_bytes=0) as w:
+        w.writer.submit(0, [event(0)])
+        w.wait_state(WriterState.FAILED)
+        assert w.acked == [0], "what was committed before is durable"
+
+
+@pytest.mark.parametrize("rows", [1, 7, 8, 9, 511, 512, 513, 3000])
+def test_a_batch_of_any_length_is_written_whole_and_in_order(url: str, rows: int) -> None:
+    upgrade(url)
+    with witness(url) as w:
+        w.writer.submit(0, [r.GroupCreated(1, 1, "train", 1, 0, 0, 1, b"", rows, 1, "{}", "{}", 1.0), *map(event, range(rows))])
+        w.writer.submit(1, [r.ChunkAccepted(s, 1, 0, b"\1\0\0\0", b"\0" * 4, b"\0\0\0\1", 1, 1, 0.5) for s in range(1, rows + 1)])
+        w.wait_ticket(1)
+    engine = open_engine(url)
+    chunks = rows_of(engine, "SELECT sample_id, n_tokens, at, tokens, logprobs, raw_logprobs FROM chunks ORDER BY id")
+    lengths = rows_of(engine, "SELECT sample_id, accepted_len FROM samples ORDER BY sample_id")
+    engine.dispose()
+    assert chunks == [(s, 1, 0.5, b"\1\0\0\0", b"\0" * 4, b"\0\0\0\1") for s in range(1, rows + 1)]
+    assert lengths == [(s, 1) for s in range(1, rows + 1)]
+    assert subjects(url) == list(range(rows))
+
+
+def rows_of(engine: sa.Engine, sql: str) -> list[tuple[object, ...]]:
+    return [tuple(bytes(v) if isinstance(v, memoryview) else v for v in row) for row in rows(engine, sql).rows]
+
+
+def test_a_sample_that_moves_often_within_one_transaction_keeps_every_move(url: str) -> None:
+    """An UPDATE ... FROM changes a row once: later rows of the same key need a statement of their own."""
+    upgrade(url)
+    moves = [r.LeaseGranted(s, epoch, 10 + epoch, 1, 0 if epoch == 1 else 5, 1.0) for epoch in range(1, 6) for s in (1, 2)]
+    ends = [r.LeaseEnded(s, epoch, "gone", 5, epoch, 2.0) for epoch in range(1, 5) for s in (1, 2)]
+    with witness(url) as w:
+        w.writer.submit(0, [r.GroupCreated(1, 1, "train", 1, 0, 0, 1, b"", 2, 1, "{}", "{}", 1.0), *moves, *ends])
+        w.wait_ticket(0)
+    engine = open_engine(url)
+    found = rows_of(engine, "SELECT sample_id, epoch, worker_id, moves, regenerated, accepted_len FROM samples ORDER BY sample_id")
+    engine.dispose()
+    assert found == [(1, 5, 15, 4, 10, 5), (2, 5, 15, 4, 10, 5)]
+
+
+def test_a_large_batch_that_names_a_missing_row_is_refused_whole(url: str) -> None:
+    upgrade(url)
+    with witness(url) as w:
+        w.writer.submit(0, [r.GroupCreated(1, 1, "train", 1, 0, 0, 1, b"", 8, 1, "{}", "{}", 1.0)])
+        w.wait_ticket(0)
+        w.writer.submit(1, [r.SampleFinished(s, "stop", 5, 1.0) for s in range(1, 12)])
+        w.wait_state(WriterState.FAILED)
+        assert "3 of 11 SampleFinished records name a row that is not there" in w.states[-1][1]
+    engine = open_engine(url)
+    assert rows_of(engine, "SELECT count(*) FROM samples WHERE state <> 'open'") == [(0,)]
+    engine.dispose()

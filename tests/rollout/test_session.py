@@ -130,6 +130,19 @@ def test_a_first_connection_greets_builds_loads_and_works() -> None:
     assert (add.request.prompt, add.request.accepted, add.request.max_new_tokens) == ((1, 2), (), 10)
 
 
+def test_a_late_welcome_and_its_orders_do_nothing_and_the_next_welcome_builds() -> None:
+    """The daemon answered a hello after it was given up (its database was away): the orders behind it have no engine yet."""
+    t = Talk()
+    t.do(Connected())
+    t.wait(LIMITS.hello_s + 0.1)
+    assert t.session.phase is Phase.CONNECTING
+    for late in (WELCOME, wire.UseWeights(7, b"", ()), wire.Sleep(), wire.Wake(), wire.Assign((lease(1),)), wire.Revoke(((1, 1),), "")):
+        assert of(Build, t.hear(late)) == of(SleepEngine, t.log) == of(Load, t.log) == of(WakeEngine, t.log) == []
+    t.do(Connected())
+    assert Build(SPEC) in t.hear(WELCOME)
+    assert SleepEngine() in t.hear(wire.Sleep())
+
+
 def test_tokens_leave_after_flush_ms_or_flush_tokens_in_one_message() -> None:
     t = Talk().joined()
     t.assign(lease(1), lease(2))

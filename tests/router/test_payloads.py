@@ -14,7 +14,7 @@ from scavenger.router.payload_check import payload_faults
 from scavenger.router.payloads import FLAT_BYTES, ColdPayload, PayloadStore, fill
 from scavenger.wire import Ack, Assign, Attach, Call, Chunk, Chunks, Goodbye, GroupDone, Held, Revoke, pack_logprobs, pack_tokens
 from tests.router import schedule
-from tests.router.harness import OWNER, chunk_of, payload, specs
+from tests.router.harness import OWNER, chunk_of, payload, root, specs
 from tests.router.moves import W1, W2, consumed_step, one_lease
 
 # ---------------------------------------------------------------- the store
@@ -176,7 +176,7 @@ def test_a_differing_resend_of_evicted_tokens_ends_the_lease(field: str, restart
     bench.chunk(W1, lease, 0, 3)
     if restarted:
         bench.restart()
-        bench.hello(W1, held=(Held(1, 1, 3),), loaded=1)
+        bench.hello(W1, held=(Held(1, 1, 3),), loaded=1, loaded_root=root(1))
     bench.say(W1, Chunks((msgspec.structs.replace(chunk_of(1, 1, 1, 0, 2), **{field: b"\x00" * 8}),)))
     assert bench.read_back == 2, "to be compared, and to be leased anew"
     assert len(bench.events("resend_differs")) == 1

@@ -7,6 +7,7 @@ import copy
 import pytest
 
 from scavenger.router.machine import Router
+from scavenger.router.payloads import PayloadStore
 from scavenger.router.state import SampleStatus
 from scavenger.wire import Ack, Attach, Denied, Heartbeat, Held, Ok, Revoke, UseWeights, WeightsLoaded, Welcome
 from tests.router.harness import Bench, open_body, root, specs, started
@@ -18,6 +19,7 @@ def restore(bench: Bench, ledger: object, timeline: str = "after") -> None:
     bench.ledger = ledger  # type: ignore[assignment]
     bench.generation += 1
     bench.writes, bench.reads, bench.mail = [], [], {}
+    bench.store = PayloadStore(bench.store.bound)
     bench.router = Router(bench.limits, bench.generation, bench.store, timeline, restored=True)
     bench.perform(bench.router.restore(bench.ledger.snapshot(), bench.now))
 

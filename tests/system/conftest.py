@@ -5,7 +5,6 @@ What all of them together may cost is in `CONTRIBUTING.md`: a run that lasts lon
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -13,24 +12,14 @@ import pytest
 from scavenger.cluster.layout import demo_layout
 from scavenger.demo.site import Site, SiteOptions
 from tests.system import play
+from tests.system.model import write_small_model
 
 
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Qwen3 of two narrow layers with the sorting task's tokenizer."""
-    import torch
-    from safetensors.torch import save_file
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from trainer.tasks import sort
-    from trainer.tiny import model_config
-
     path = tmp_path_factory.mktemp("small-model")
-    (path / "config.json").write_text(json.dumps(model_config(hidden=32, layers=2)))
-    sort.write_tokenizer(path)
-    torch.manual_seed(3)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path, local_files_only=True), dtype=torch.float32)
-    save_file({name: value.detach().contiguous() for name, value in model.named_parameters()}, path / "model.safetensors")
+    write_small_model(path)
     return path
 
 

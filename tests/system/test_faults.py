@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -20,6 +18,7 @@ from scavenger.demo.site import Site, SiteOptions
 from scavenger.errors import Fenced, Refused
 from scavenger.ledger import reports
 from scavenger.weights.source import WeightSource
+from tests.chaos.faults import fill
 from tests.system import play, scripted
 
 LAYOUT = demo_layout(grace_s=1.0, requeue_delay_s=0.5)
@@ -152,16 +151,6 @@ def _small_disk(where: Path, nbytes: int) -> Iterator[None]:
         subprocess.run(["umount", "--lazy", str(where)], check=True)
 
 
-def _fill(ballast: Path) -> None:
-    """Take every block that is left."""
-    with ballast.open("wb", buffering=0) as file:
-        size = shutil.disk_usage(ballast.parent).free
-        os.posix_fallocate(file.fileno(), 0, size)
-    while (left := shutil.disk_usage(ballast.parent).free) > 0:
-        with ballast.open("ab", buffering=0) as file, contextlib.suppress(OSError):
-            file.write(bytes(left))
-
-
 @pytest.mark.mpi
 def test_a_trainer_killed_before_its_commit_and_a_full_disk_change_nothing_without_any_harvested_engine(
     tmp_path: Path, small_model: Path, undisturbed: play.Result
@@ -193,7 +182,7 @@ def _over(site: Site, job_id: int) -> JobState | None:
 
 def _fill_the_disk_and_free_it(site: Site) -> None:
     ballast = site.state_dir / "ballast"
-    _fill(ballast)
+    fill(ballast)
     play.wait_for("the daemon to stall and say why", lambda: "STALLED_DISK_FULL" in _daemon_log(site))
     line = next(line for line in _daemon_log(site).splitlines() if "STALLED_DISK_FULL" in line)
     assert "SQLITE_FULL" in line

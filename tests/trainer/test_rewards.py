@@ -94,3 +94,15 @@ def test_a_failure_is_retried(tmp_path: Path) -> None:
 def test_a_function_that_cannot_be_imported_is_a_configuration_error(name: str) -> None:
     with pytest.raises(ConfigError, match=r"reward\.function"), RewardRunner(name, timeout_s=1, retries=0):
         pass
+
+
+@pytest.mark.usefixtures("functions")
+def test_a_process_that_is_killed_while_it_starts_is_started_again(tmp_path: Path) -> None:
+    mark = tmp_path / "killed"
+    text = "import os, signal\nif not os.path.exists({0!r}):\n    open({0!r}, 'w').close()\n    os.kill(os.getpid(), signal.SIGKILL)\n"
+    (tmp_path / "struck.py").write_text(text.format(str(mark)) + "def good(prompt, answer, meta):\n    return 0.25\n")
+    with RewardRunner("struck:good", timeout_s=10.0, retries=1) as runner:
+        assert runner.score("", "", {}) == 0.25
+    mark.unlink()
+    with pytest.raises(ConfigError, match="ended with status -9"), RewardRunner("struck:good", timeout_s=10.0, retries=0):
+        pass

@@ -1,0 +1,153 @@
+"""One statement over many parameter rows: the writer's way to run a batch. Owns that SQL and nothing else.
+
+A driver that runs a statement row by row pays for each row: on PostgreSQL a message each way, on SQLite the interpreter's lock, released
+and taken again around every row, which a busy event loop gives back only after its switch interval. So a batch becomes a table `v`,
+of `VALUES` on SQLite and of `unnest` over arrays on PostgreSQL, and the row's statement is written once over it:
+
+    UPDATE t SET c = v.p_x FROM (...) AS v WHERE t.k = v.p_k            INSERT INTO t (c) SELECT v.p_x FROM (...) AS v
+
+The expressions are those of the row's own statement, with `v`'s columns for its parameters. An UPDATE ... FROM changes a row once, so rows
+that name the same key go into statements of their own, in their order (`layers`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.sql import visitors
+
+#: Below this a batch is not worth a statement of its own length.
+FEWEST = 8
+#: Rows of one statement on SQLite: powers of two up to this, so that few statements exist and the driver keeps them prepared.
+SQLITE_ROWS = 512
+_SQLITE_PARAMETERS = 32_766
+#: UPDATE ... FROM came with 3.33.
+_SQLITE_NEEDED = (3, 33)
+
+_DIALECTS: dict[str, Any] = {"sqlite": sqlite, "postgresql": postgresql}
+_POSTGRES_TYPES = {int: "bigint", str: "text", float: "double precision", bytes: "bytea", bool: "boolean"}
+_AS_TEXT = ("bigint", "double precision")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """An insert (`keys` empty) or an update of the row that `keys` name; `values` are expressions over parameters `p_…`."""
+
+    table: sa.Table
+    keys: tuple[str, ...]
+    values: tuple[tuple[str, Any], ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Parameters in the order of the columns of `v`; keys first."""
+        return _names(self)
+
+
+@functools.cache
+def _names(shape: Shape) -> tuple[str, ...]:
+    found = dict.fromkeys(f"p_{key}" for key in shape.keys)
+    for _, value in shape.values:
+        if isinstance(value, sa.ClauseElement):
+            elements: list[Any] = list(visitors.iterate(value))
+            found.update(dict.fromkeys(e.key for e in elements if _is_parameter(e)))
+    return tuple(found)
+
+
+def _is_parameter(element: Any) -> bool:
+    return isinstance(element, sa.BindParameter) and element.key.startswith("p_")
+
+
+def possible(connection: sa.Connection) -> bool:
+    """Whether this database has what the statements need."""
+    dialect = connection.dialect
+    return dialect.name != "sqlite" or tuple(dialect.server_version_info or ()) >= _SQLITE_NEEDED
+
+
+def layers(keys: int, rows: Sequence[tuple[Any, ...]]) -> list[list[tuple[Any, ...]]]:
+    """Rows apart so that no two of a list share their first `keys` values; a later list holds later rows of the same key."""
+    if not keys or len({row[:keys] for row in rows}) == len(rows):
+        return [list(rows)]
+    made: list[list[tuple[Any, ...]]] = []
+    seen: dict[tuple[Any, ...], int] = {}
+    for row in rows:
+        at = seen[row[:keys]] = seen.get(row[:keys], -1) + 1
+        if at == len(made):
+            made.append([])
+        made[at].append(row)
+    return made
+
+
+def run(connection: sa.Connection, shape: Shape, kinds: tuple[type, ...], rows: Sequence[tuple[Any, ...]]) -> int:
+    """Run `shape` with every row (values in the order of `shape.names`, of Python types `kinds`); returns how many rows it changed."""
+    return sum(_run_layer(connection, shape, kinds, layer) for layer in layers(len(shape.keys), rows))
+
+
+def _run_layer(connection: sa.Connection, shape: Shape, kinds: tuple[type, ...], rows: Sequence[tuple[Any, ...]]) -> int:
+    if connection.dialect.name == "sqlite":
+        width = len(shape.names)
+        return sum(
+            connection.exec_driver_sql(_sqlite(shape, len(part)), tuple(chain.from_iterable(part))).rowcount
+            for part in parts(rows, min(SQLITE_ROWS, _SQLITE_PARAMETERS // width))
+        )
+    types = tuple(_POSTGRES_TYPES[kind] for kind in kinds)
+    arrays = tuple(_array(kind, column) for kind, column in zip(types, zip(*rows, strict=True), strict=True))
+    return connection.exec_driver_sql(_postgres(shape, types), arrays).rowcount
+
+
+def parts(rows: Sequence[tuple[Any, ...]], most: int) -> Iterator[Sequence[tuple[Any, ...]]]:
+    """Consecutive rows in lists whose lengths are powers of two, of `most` at most."""
+    at, size = 0, 1 << (most.bit_length() - 1)
+    while at < len(rows):
+        while size > len(rows) - at:
+            size >>= 1
+        yield rows[at : at + size]
+        at += size
+
+
+def _array(kind: str, values: Sequence[Any]) -> Any:
+    """A PostgreSQL array. Numbers as its text: one join is many times faster than a driver's look at each of them."""
+    if kind in _AS_TEXT:
+        return "{" + ",".join(["NULL" if value is None else str(value) for value in values]) + "}"
+    return list(values)
+
+
+@functools.cache
+def _sqlite(shape: Shape, rows: int) -> str:
+    names = shape.names
+    row = "(" + ",".join("?" * len(names)) + ")"
+    columns = ", ".join(f"column{n} AS {name}" for n, name in enumerate(names, 1))
+    return _over(shape, _DIALECTS["sqlite"].dialect(), f"(SELECT {columns} FROM (VALUES {','.join([row] * rows)})) AS v")
+
+
+@functools.cache
+def _postgres(shape: Shape, types: tuple[str, ...]) -> str:
+    arrays = ", ".join(f"%s::{kind}[]" for kind in types)
+    return _over(shape, _DIALECTS["postgresql"].dialect(), f"unnest({arrays}) AS v({', '.join(shape.names)})")
+
+
+def _over(shape: Shape, dialect: Any, v: str) -> str:
+    columns = [(name, _expression(shape.table.c[name], value, dialect)) for name, value in shape.values]
+    if not shape.keys:
+        named = ", ".join(f'"{name}"' for name, _ in columns)
+        return f"INSERT INTO {shape.table.name} ({named}) SELECT {', '.join(made for _, made in columns)} FROM {v}"
+    where = " AND ".join(f'{shape.table.name}."{key}" = v.p_{key}' for key in shape.keys)
+    changes = ", ".join(f'"{name}" = {made}' for name, made in columns)
+    return f"UPDATE {shape.table.name} SET {changes} FROM {v} WHERE {where}"
+
+
+def _expression(column: sa.Column[Any], value: Any, dialect: Any) -> str:
+    def from_v(element: Any, **_: Any) -> Any:
+        return sa.literal_column(f"v.{element.key}", element.type) if _is_parameter(element) else None
+
+    if value is None:
+        return "NULL"
+    if not isinstance(value, sa.ClauseElement):
+        value = sa.literal(value, column.type)
+    made: Any = visitors.replacement_traverse(value, {}, from_v)
+    return str(made.compile(dialect=dialect, compile_kwargs={"literal_binds": True}))

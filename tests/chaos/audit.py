@@ -1,0 +1,125 @@
+"""What the ledger says after a chaos run, by queries of its own and against what the watcher saw. Every count must be 0."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from scavenger.demo.site import Site
+from scavenger.ledger import reports
+from tests.chaos.watch import Watcher
+from tests.system import play
+
+#: Both would train on something twice: one sample consumed twice by steps that survive or within one attempt, and one place of the data
+#: (step, prompt, index) filled by two samples.
+_TWICE = """
+SELECT e.sample_id, e.step, e.attempt FROM sample_ends e WHERE e.state IN ('consumed', 'filtered')
+GROUP BY e.sample_id, e.step, e.attempt HAVING count(*) > 1
+UNION ALL
+SELECT e.sample_id, 0, 0 FROM sample_ends e JOIN samples s ON s.sample_id = e.sample_id
+JOIN steps v ON v.run_id = s.run_id AND v.purpose = 'train' AND v.step = e.step AND v.attempt = e.attempt AND v.rewound_by IS NULL
+WHERE e.state IN ('consumed', 'filtered') GROUP BY e.sample_id HAVING count(*) > 1
+UNION ALL
+SELECT min(s.sample_id), g.step, g.prompt_index FROM samples s JOIN groups g ON g.group_id = s.group_id
+WHERE g.purpose = 'train' AND s.state IN ('consumed', 'filtered') GROUP BY g.step, g.prompt_index, s.sample_index HAVING count(*) > 1
+"""
+#: A chunk that its lease could not bring: without such a lease, after the lease's end, or after a newer epoch had added tokens.
+_STALE = """
+SELECT c.sample_id, c.epoch, c.start_len FROM chunks c
+LEFT JOIN leases l ON l.sample_id = c.sample_id AND l.epoch = c.epoch AND l.worker_id = c.worker_id AND l.version = c.version
+WHERE l.sample_id IS NULL OR (l.ended_at IS NOT NULL AND c.start_len + c.n_tokens > l.end_len)
+UNION ALL
+SELECT c.sample_id, c.epoch, c.start_len FROM chunks c
+JOIN chunks newer ON newer.sample_id = c.sample_id AND newer.epoch > c.epoch AND newer.id < c.id
+"""
+_FILLED = """
+SELECT g.step, g.prompt_index, s.sample_index FROM samples s JOIN groups g ON g.group_id = s.group_id
+WHERE g.purpose = 'train' AND s.state IN ('consumed', 'filtered')
+"""
+_FINAL = """
+SELECT s.sample_id, s.state, c.tokens FROM samples s LEFT JOIN chunks c ON c.sample_id = s.sample_id ORDER BY s.sample_id, c.start_len
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """`counts`: what must be 0. `facts`: what says that there was something to see. `found`: a line for each finding."""
+
+    counts: Mapping[str, int]
+    facts: Mapping[str, int]
+    found: tuple[str, ...]
+
+    @property
+    def sound(self) -> bool:
+        return not any(self.counts.values())
+
+
+def audit(site: Site, watcher: Watcher, reference: play.Result) -> Audit:
+    """Ask everything. The ledger must be reachable, and the run at its end."""
+    found: list[str] = []
+    wrong = list(watcher.seen.wrong)
+    seen = watcher.seen.tokens
+    lost, which = watcher.seen.lost(_final(site))
+    twice, stale = play.ask(site, _TWICE), play.ask(site, _STALE)
+    skipped = sorted(reference.tokens.keys() - set(play.ask(site, _FILLED)))
+    problems = reports.check(site.ledger_url)
+    found += [*which, *wrong]
+    found += [f"consumed twice: sample, step, attempt or prompt = {row}" for row in twice]
+    found += [f"stale chunk accepted: sample, epoch, start = {row}" for row in stale]
+    found += [f"skipped: step, prompt, index = {place}" for place in skipped]
+    found += [f"ledger check: {line}" for line in problems]
+    tokens, steps = (0, 0) if problems else _differences(play.result(site), reference, found)
+    counts = {
+        "committed tokens lost": lost,
+        "chunks that were seen to change, overlap or come late": len(wrong),
+        "samples consumed twice": len(twice),
+        "prompts skipped": len(skipped),
+        "stale chunks accepted": len(stale),
+        "samples with other tokens than undisturbed": tokens,
+        "steps with another reward or loss than undisturbed": steps,
+        "findings of `scavenger ledger check`": len(problems),
+    }
+    return Audit(counts, _facts(site, seen, watcher), tuple(found))
+
+
+def _final(site: Site) -> list[tuple[int, str, bytes]]:
+    joined: dict[int, tuple[str, bytearray]] = {}
+    for sample, state, tokens in play.ask(site, _FINAL):
+        joined.setdefault(sample, (state, bytearray()))[1].extend(tokens or b"")
+    return [(sample, state, bytes(tokens)) for sample, (state, tokens) in joined.items()]
+
+
+def _differences(result: play.Result, reference: play.Result, found: list[str]) -> tuple[int, int]:
+    places = {key for key in result.tokens.keys() | reference.tokens.keys() if result.tokens.get(key) != reference.tokens.get(key)}
+    steps = {key for key in result.steps.keys() | reference.steps.keys() if result.steps.get(key) != reference.steps.get(key)}
+    found += [f"other tokens at step, prompt, index = {key}" for key in sorted(places)]
+    found += [f"step {key}: reward, loss = {result.steps.get(key)}, undisturbed {reference.steps.get(key)}" for key in sorted(steps)]
+    return len(places), len(steps)
+
+
+_FACTS = {
+    "daemons": "SELECT count(*) FROM generations",
+    "attempts of the trainer": "SELECT count(*) FROM attempts",
+    "steps committed again": "SELECT count(*) FROM steps WHERE purpose = 'train' AND rewound_by IS NOT NULL",
+    "engines": "SELECT count(*) FROM workers",
+    "samples": "SELECT count(*) FROM samples",
+    "samples moved with tokens": "SELECT count(*) FROM samples WHERE moves > 0",
+    "samples superseded": "SELECT count(*) FROM samples WHERE state = 'superseded'",
+    "tokens generated again": "SELECT coalesce(sum(regenerated), 0) FROM samples",
+    "tokens in the ledger": "SELECT coalesce(sum(n_tokens), 0) FROM chunks",
+    "chunks refused": "SELECT count(*) FROM events WHERE kind = 'chunk_refused'",
+}
+
+
+def _facts(site: Site, seen: int, watcher: Watcher) -> dict[str, int]:
+    facts = {name: int(play.ask(site, sql)[0][0]) for name, sql in _FACTS.items()}
+    return {**facts, "tokens witnessed": seen, "looks of the witness": watcher.seen.looks, "looks in vain": watcher.blind}
+
+
+def table(title: str, audit: Audit, faults: Mapping[str, int]) -> str:
+    """For people: what was done, what must be 0, what was there."""
+    width = max(len(name) for name in (*audit.counts, *audit.facts, *faults))
+    lines = [title, ""]
+    for heading, rows in (("faults", faults), ("must be 0", audit.counts), ("seen", audit.facts)):
+        lines += [heading, *(f"  {name:<{width}}  {count:>9,}" for name, count in rows.items()), ""]
+    return "\n".join([*lines, *audit.found[:40]])

@@ -1,0 +1,45 @@
+"""Statements over many rows find each row by its key: a plan that reads a whole table would cost more with every sample ever generated."""
+
+from __future__ import annotations
+
+import pytest
+
+from scavenger.ledger import records as r
+from scavenger.ledger import sets
+from scavenger.ledger.statements import KINDS
+from scavenger.ledger.store import open_engine
+from tests.ledger.examples import written
+
+UPDATES = [(kind, s.shape) for kind, known in KINDS.items() for s in known.statements if s.shape is not None and s.shape.keys]
+HOT = [(kind, shape) for kind, shape in UPDATES if shape.table.name in ("samples", "leases")]
+
+
+@pytest.mark.parametrize("analyzed", [False, True])
+def test_sqlite_searches_by_key(sqlite_url: str, analyzed: bool) -> None:
+    many = [r.GroupCreated(1, 1, "train", 1, 0, 0, 1, b"", 3000, 1, "{}", "{}", 1.0)]
+    written(sqlite_url, [[*many, *(r.LeaseGranted(s, 1, 1, 1, 0, 1.0) for s in range(1, 3001))]])
+    engine = open_engine(sqlite_url)
+    with engine.connect() as connection:
+        if analyzed:
+            connection.exec_driver_sql("ANALYZE")
+        for kind, shape in HOT if analyzed else UPDATES:
+            for rows in (8, sets.SQLITE_ROWS):
+                values = (1,) * (rows * len(shape.names))
+                plan = connection.exec_driver_sql("EXPLAIN QUERY PLAN " + sets._sqlite(shape, rows), values).all()
+                steps = [step[3] for step in plan]
+                assert any(step.startswith(f"SEARCH {shape.table.name} ") for step in steps), (kind, rows, steps)
+                assert not any(step.startswith(f"SCAN {shape.table.name}") for step in steps), (kind, rows, steps)
+    engine.dispose()
+
+
+def test_rows_of_one_key_are_run_one_after_the_other() -> None:
+    rows = [(1, "a"), (2, "b"), (1, "c"), (1, "d"), (2, "e")]
+    assert sets.layers(1, rows) == [[(1, "a"), (2, "b")], [(1, "c"), (2, "e")], [(1, "d")]]
+    assert sets.layers(0, rows) == [rows]
+
+
+def test_parts_are_few_lengths_and_lose_nothing() -> None:
+    rows = [(n,) for n in range(1323)]
+    cut = [list(part) for part in sets.parts(rows, 600)]
+    assert [row for part in cut for row in part] == rows
+    assert [len(part) for part in cut] == [512, 512, 256, 32, 8, 2, 1]
