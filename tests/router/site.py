@@ -21,7 +21,7 @@ from scavenger.router.events import (
 )
 from scavenger.router.payload_check import checked
 from scavenger.router.state import Limits
-from scavenger.wire import Assign, Call, Denied, Drain, Message, OpenRun, Reply, Revoke, Sleep, UseWeights, Wake, WorkerHello
+from scavenger.wire import Assign, Call, Denied, Drain, GroupDone, Message, OpenRun, Reply, Revoke, Sleep, UseWeights, Wake, WorkerHello
 from tests.router.checks import Truth, Watch
 from tests.router.coverage import Coverage
 from tests.router.engines import SimWorker
@@ -59,6 +59,8 @@ class Daemon(Bench):
             match action:
                 case Send(conn=conn, message=message):
                     self.watch.promised(conn, message)
+                    if isinstance(message, GroupDone):
+                        self._delivered(conn, message)
                     link = self.world.links.get(conn)
                     if link is not None and not link.old:
                         link.down.append(message)
@@ -66,6 +68,16 @@ class Daemon(Bench):
                     self.writes.append(action)
                 case ReadHistory():
                     self.reads.append(action)
+
+    def _delivered(self, conn: int, group: GroupDone) -> None:
+        """What a newer attempt, or the run's end, gave up may still go to who asked for it, and to nobody else."""
+        ledger = self.world.truth.ledger
+        run = ledger.runs[ledger.groups[group.group_id].run_id]
+        if run["ended"] or {ledger.samples[s.sample_id].state for s in group.samples}.isdisjoint(("superseded", "surplus")):
+            return
+        for trainer in self.world.trainers.values():
+            fenced = trainer.link.conn != conn or trainer.attempt < run["attempt"]  # type: ignore[operator]
+            assert fenced, f"group {group.group_id} was given up, and sent to attempt {trainer.attempt}, which stands (I3)"
 
     def commit(self, most: int | None = None) -> None:
         """The next writes become durable; the daemon does not know it yet."""
