@@ -50,6 +50,7 @@ FAULTS: dict[str, tuple[str, ...]] = {
     "load fails": ("worker loading",),
     "daemon unreachable": ("worker unknown", "worker loading", "worker away"),
     "resumed from an older checkpoint": ("trainer open",),
+    "an older attempt speaks": ("trainer publish", "trainer submit", "trainer commit"),
     "run closed": ("trainer collect", "trainer publish", "trainer submit"),
     "lost": (
         "WorkerHello", "Welcome", "Heartbeat", "HeartbeatAck", "Chunks", "Ack", "Assign", "Revoke", "UseWeights", "WeightsLoaded",
@@ -63,6 +64,31 @@ FAULTS: dict[str, tuple[str, ...]] = {
     ),
     "late": ("WorkerHello", "Chunks", "Heartbeat", "Goodbye", "Attach", "PublishVersion", "SetReserved", "Ping"),
 }  # fmt: skip
+
+_MESSAGES = (*FAULTS["lost"], "CloseRun", "Denied", "RecordCheckpoint", "SampleFailed", "WeightsFailed")
+_FAMILIES = (_ENGINES, _SAMPLES, (*_TRAINERS, "trainer over"), _MESSAGES)
+_SELDOM = "met only while an order or an answer is under way: in some thousands of schedules, or in none"
+#: Why the other states of a fault are not demanded. Which these are is computed: every state of the fault's family.
+EXCUSED: dict[str, str] = {
+    **dict.fromkeys((kind for kind in FAULTS if kind.startswith(("scheduler", "given back"))), "only reserved engines sleep: no job"),
+    **dict.fromkeys((kind for kind in FAULTS if kind.startswith(("lies", "request"))), f"it holds no request there; {_SELDOM}"),
+    **dict.fromkeys(("trainer killed", "second trainer", "trainer connects again"), "nothing follows a run that is over"),
+    "old chunks again": f"an engine that sleeps; {_SELDOM}",
+    "load fails": f"a load is under way where the daemon waits for it; {_SELDOM}",
+    "daemon unreachable": f"it connects anew when it lost its connection; {_SELDOM}",
+    "resumed from an older checkpoint": "counted where it happens: when a trainer begins",
+    "an older attempt speaks": "it would only ping there",
+    "run closed": f"closing is drawn seldom; {_SELDOM}",
+    "lost": _SELDOM,
+    "doubled": f"Attach: said once over each connection, and none doubles what it carries; others: {_SELDOM}",
+    "late": f"only what a peer says comes late, over a connection that it gave up; {_SELDOM}",
+}
+
+
+def excused() -> dict[str, tuple[str, ...]]:
+    """Which states of each fault's family are not demanded."""
+    rest = {kind: tuple(s for f in _FAMILIES if states[0] in f for s in f if s not in states) for kind, states in FAULTS.items()}
+    return {kind: states for kind, states in rest.items() if states}
 
 
 def tables() -> dict[str, set[tuple[str, str]]]:
@@ -117,6 +143,12 @@ class Coverage:
         demanded = sum(len(states) for states in FAULTS.values())
         lines.append(f"faults: {len(self.faults)} pairs of fault and state, {demanded} demanded, missing {faults_missing(self)}")
         lines += [f"impossible: {a} -> {b}: {why}" for (a, b), why in IMPOSSIBLE.items()]
+        for kind in sorted({kind for kind, _ in self.faults}):
+            met = [f"{state} {n:,}" for (name, state), n in sorted(self.faults.items()) if name == kind]
+            lines.append(f"  {kind}: {', '.join(met)}")
+        for kind, states in excused().items():
+            never = [state for state in states if not self.faults[kind, state]]
+            lines += [f"  never {kind} x {', '.join(never)}: {EXCUSED[kind]}"] if never else []
         if whole:
             for name, table in zip(("samples", "workers", "phases", "faults"), self.tables(), strict=True):
                 lines += [f"  {name:<8} {a} / {b}: {n:,}" for (a, b), n in sorted(table.items())]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.router import schedule, shrink
-from tests.router.coverage import Coverage, faults_missing, illegal, missing
+from tests.router.coverage import EXCUSED, FAULTS, Coverage, excused, faults_missing, illegal, missing
 from tests.router.harness import StoredLedger
 from tests.router.plants import PLANTS
 
@@ -51,6 +51,11 @@ def test_schedules_reach_every_legal_transition_and_every_fault_in_every_state(r
     assert illegal(total) == []
     assert missing(total) == []
     assert faults_missing(total) == []
+
+
+def test_what_is_not_demanded_has_its_reason_and_what_is_counted_has_its_table() -> None:
+    assert excused().keys() == EXCUSED.keys()
+    assert {kind for kind, _ in batch(0).faults} <= FAULTS.keys()
 
 
 @pytest.mark.long
