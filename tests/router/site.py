@@ -19,6 +19,7 @@ from scavenger.router.events import (
     TrainerCalled,
     Write,
 )
+from scavenger.router.office import lacking
 from scavenger.router.payload_check import checked
 from scavenger.router.state import Limits
 from scavenger.wire import Assign, Call, Denied, Drain, GroupDone, Message, OpenRun, Reply, Revoke, Sleep, UseWeights, Wake, WorkerHello
@@ -46,7 +47,12 @@ class Daemon(Bench):
         self.fenced = False
 
     def handle(self, event: RouterEvent) -> list[RouterAction]:
-        before = self.world.cover.workers_before(self.router.core)
+        core = self.router.core
+        if self.fenced and (needed := lacking(core, self.store, event)):
+            self._load(needed)
+            if lacking(core, self.store, event):
+                return []  # its successor's tokens are in the ledger: it finds none that fit its own, waits with this, and ends
+        before = self.world.cover.workers_before(core)
         actions = super().handle(event)
         self.world.events += 1
         self.world.cover.workers_after(self.router.core, before)
