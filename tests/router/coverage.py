@@ -120,7 +120,8 @@ def missing(cover: Coverage) -> list[str]:
 
 
 def faults_missing(cover: Coverage) -> list[str]:
-    return [f"{kind} x {state}" for kind, states in FAULTS.items() for state in states if not cover.faults[kind, state] and (kind, state) not in RARE]
+    demanded = ((kind, state) for kind, states in FAULTS.items() for state in states if (kind, state) not in RARE)
+    return [f"{kind} x {state}" for kind, state in demanded if not cover.faults[kind, state]]
 
 
 class Coverage:
