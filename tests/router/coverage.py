@@ -69,7 +69,8 @@ FAULTS: dict[str, tuple[str, ...]] = {
 #: Met five times or less in 2,000 schedules: counted and printed, but any change of the core may move them out of these.
 RARE = frozenset({
     ("goes on", "worker draining"), ("goes on", "worker asleep"), ("given back", "worker draining"),
-    ("scheduler: FAILED", "worker draining"), ("scheduler: REQUEUED", "worker draining"), ("lost", "WeightsLoaded"), ("lost", "RunOpened"), ("doubled", "Accepted"),
+    ("scheduler: FAILED", "worker draining"), ("scheduler: REQUEUED", "worker draining"),
+    ("lost", "WeightsLoaded"), ("lost", "RunOpened"), ("doubled", "Accepted"),
     ("doubled", "GroupDone"), ("doubled", "Ping"),
 })  # fmt: skip
 _MESSAGES = (*FAULTS["lost"], "CloseRun", "Denied", "RecordCheckpoint", "SampleFailed", "WeightsFailed")
