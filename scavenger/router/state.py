@@ -193,6 +193,8 @@ class Run:
     trainer_seen: float = 0.0
     fleet: Fleet | None = None  # last one sent
     silenced: dict[str, Silenced] = field(default_factory=dict)  # slot -> what a reserved engine held when it fell silent for good
+    slots: dict[str, str] = field(default_factory=dict)  # slot -> session of the reserved engine that greeted in it last
+    evicted: OrderedDict[str, None] = field(default_factory=OrderedDict)  # sessions that lost their slots: the newest of them
 
 
 @dataclass(slots=True)

@@ -41,6 +41,8 @@ MAX_LOAD_FAILURES = 5
 RETRY_LOAD_S = 1.0
 #: Departed connections whose repeats are answered: a fleet's worth.
 MAX_DEPARTED = 4096
+#: Reserved engines of one run that lost their slots and are refused should they still live.
+MAX_EVICTED = 1024
 _INT_LIMIT = 2**31
 
 
@@ -105,6 +107,7 @@ def _slot_taken(core: Core, run: Run, hello: WorkerHello) -> None:
     """
     if hello.kind != "reserved" or not hello.slot:
         return
+    _evict_from_slot(run, hello)
     for other in [w for w in run.workers.values() if w.kind == "reserved" and w.slot == hello.slot]:
         gone(core, other, "another engine greeted in its slot", crashed=other.attempt == run.attempt)
     lost = run.silenced.pop(hello.slot, None)
@@ -114,6 +117,16 @@ def _slot_taken(core: Core, run: Run, hello: WorkerHello) -> None:
         sample = core.samples.get(sample_id)
         if sample is not None and not sample.done and sm.charge(core, sample, lost.node):
             sm.poison(core, sample, "its reserved engine was started again")
+
+
+def _evict_from_slot(run: Run, hello: WorkerHello) -> None:
+    """Who had the slot before never gets it back: two live engines would evict each other for ever, and each time charge the samples."""
+    before = run.slots.get(hello.slot, hello.session)
+    run.slots[hello.slot] = hello.session
+    if before != hello.session:
+        run.evicted[before] = None
+        while len(run.evicted) > MAX_EVICTED:
+            run.evicted.popitem(last=False)
 
 
 def _disconnect(core: Core, worker: Worker) -> None:
@@ -155,6 +168,8 @@ def _hello_fault(core: Core, identity: Identity, hello: WorkerHello) -> Rejected
         return Rejected(f"run {hello.run!r} belongs to another key", "use the key that opened the run")
     if run.ended:
         return Rejected(f"run {hello.run!r} has ended", "nothing is left to do")
+    if hello.kind == "reserved" and hello.session in run.evicted:
+        return Rejected(f"another engine has its slot {hello.slot!r}", "nothing: this process is a leftover")
     if any(w.incarnation > hello.incarnation for w in _siblings(run, identity)):
         return Rejected(f"a later incarnation of this job than {hello.incarnation} is at work", "nothing: this process is a leftover")
     return None

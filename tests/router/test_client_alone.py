@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from scavenger import config, keys, wire
-from scavenger.client import Client
+from scavenger.client import Client, KeepAlive, Run
 from scavenger.errors import DaemonUnavailable
 
 
@@ -24,3 +25,15 @@ def test_opening_a_run_gives_up_when_the_rendezvous_names_a_dead_daemon(tmp_path
     spec = wire.EngineSpec("reference", "{}", "float32", 4, 32)
     with Client.connect(state_dir, give_up_s=1.0) as client, pytest.raises(DaemonUnavailable, match="no daemon for 1 s"):
         client.open_run(run_config, engine=spec, tokenizer="", resume_step=0)
+
+
+def test_a_group_that_comes_twice_is_handed_over_once() -> None:
+    """An Attach has the daemon send again what was under way; the core counts on the client to know what it has."""
+    run = Run(cast(Client, None), "r", cast(KeepAlive, None))
+    group = wire.GroupDone(7, 1, 1, "train", 0, b"", "", ())
+    run._take(group)
+    run._take(group)
+    assert run._arrived == [group]
+    run._arrived = []  # as `poll` hands them over
+    run._take(group)
+    assert run._arrived == []

@@ -1,181 +1,133 @@
-"""Random schedules hold every invariant and get every step done; the driver finds classic bugs when they are planted."""
+"""Random schedules hold every invariant and get every step done; classic bugs are found when they are planted, and made short."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import json
+import re
 from pathlib import Path
 
 import pytest
 
-from scavenger.ledger import records as rec
-from scavenger.router import restore
-from scavenger.router import samples as sm
-from scavenger.router import workers as wk
-from scavenger.router.state import Core, Sample, SampleStatus
-from scavenger.wire import Chunk, Lease
-from tests.router import schedule
+from tests.router import schedule, shrink
+from tests.router.coverage import EXCUSED, FAULTS, Coverage, excused, faults_missing, illegal, missing
 from tests.router.harness import StoredLedger
+from tests.router.plants import PLANTS
+
+OPS = 200
+BATCHES, EACH = 20, 100
+REPLAYS = sorted((Path(__file__).parent / "replays").glob("*.json"))
 
 
-@pytest.mark.parametrize("first", range(0, 240, 40))
-def test_random_schedules_hold_every_invariant_and_get_every_step_done(first: int) -> None:
-    steps = 0
-    for seed in range(first, first + 40):
-        steps += schedule.run(seed, 300).trainer.steps_done
-    assert steps >= 40, "the schedules hardly trained: they prove nothing"
+def played(first: int, count: int, cover: Coverage) -> None:
+    """Play schedules; a failure is made short and printed as a file for `replays/`."""
+    for seed in range(first, first + count):
+        try:
+            world = schedule.run(seed, OPS, cover)
+        except schedule.Failed as failed:
+            short = shrink.shrink(failed.log, failed.alone)
+            pytest.fail(f"{failed}\n{len(failed.log)} ops made {len(short)}:\n{shrink.as_json(short, failed.alone, f'seed {seed}')}")
+        assert len(world.log) >= 200
+
+
+@functools.cache
+def batch(number: int) -> Coverage:
+    cover = Coverage()
+    played(number * EACH, EACH, cover)
+    return cover
+
+
+@pytest.mark.parametrize("number", range(BATCHES))
+def test_random_schedules_hold_every_invariant_and_get_every_step_done(number: int) -> None:
+    assert batch(number).samples["complete", "end"] >= 5 * EACH, "the schedules hardly trained: they prove nothing"
+
+
+def test_schedules_reach_every_legal_transition_and_every_fault_in_every_state(record_property: pytest.RecordProperty) -> None:
+    total = Coverage()
+    for number in range(BATCHES):
+        total.add(batch(number))
+    print(total.summary())
+    record_property("coverage", total.summary())
+    assert illegal(total) == []
+    assert missing(total) == []
+    assert faults_missing(total) == []
+
+
+def test_what_is_not_demanded_has_its_reason_and_what_is_counted_has_its_table() -> None:
+    assert excused().keys() == EXCUSED.keys()
+    assert {kind for kind, _ in batch(0).faults} <= FAULTS.keys()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("first", range(10_000, 20_000, 1_000))
+def test_many_more_schedules_hold_every_invariant(first: int) -> None:
+    played(first, 1_000, Coverage())
 
 
 @pytest.mark.parametrize("seed", range(500, 512))
 def test_random_schedules_hold_over_a_real_ledger(seed: int, tmp_path: Path) -> None:
     ledger = StoredLedger(f"sqlite:///{tmp_path / 'ledger.sqlite3'}")
     try:
-        assert schedule.run(seed, 300, ledger).trainer.steps_done
+        schedule.run(seed, OPS, ledger=ledger)
     finally:
         ledger.close()
 
 
-@pytest.mark.long
-def test_many_long_schedules_hold_every_invariant() -> None:
-    for seed in range(10_000, 12_000):
-        schedule.run(seed, 800)
-
-
-def test_schedules_reach_what_they_are_for() -> None:
-    """Moves with tokens, restarts, replays, supersessions and refusals all happen, or the driver is blind to their bugs."""
-    kinds: dict[str, int] = {}
-    for seed in range(100):
-        world = schedule.run(seed, 300)
-        for record in world.bench.ledger.log:
-            name = type(record).__name__
-            kinds[name] = kinds.get(name, 0) + 1
-            if isinstance(record, rec.LeaseGranted) and record.offset:
-                kinds["moved"] = kinds.get("moved", 0) + 1
-            if isinstance(record, rec.SampleEnded):
-                kinds[record.state] = kinds.get(record.state, 0) + 1
-            if isinstance(record, rec.Event):
-                kinds[record.kind] = kinds.get(record.kind, 0) + 1
-    for wanted in ("moved", "superseded", "consumed", "chunk_refused", "SampleReopened", "GroupAdopted", "StepsRewound", "worker_suspect"):
-        assert kinds.get(wanted, 0) >= 5, f"{wanted}: {kinds.get(wanted, 0)}"
-
-
-def test_a_failed_schedule_replays_from_its_log() -> None:
-    world = schedule.run(3)
-    router = schedule.replay(world.bench.log)
-    mine = {s.id: (s.status, s.accepted, s.epoch) for s in world.bench.router.core.samples.values()}
-    assert {s.id: (s.status, s.accepted, s.epoch) for s in router.core.samples.values()} == mine
+def test_a_schedule_plays_again_from_its_log() -> None:
+    first = schedule.run(7, OPS)
+    again = schedule.play(json.loads(json.dumps(first.log)), alone=True)
+    rows = {i: (row.state, row.epoch, row.tokens) for i, row in first.truth.ledger.samples.items()}
+    assert {i: (row.state, row.epoch, row.tokens) for i, row in again.truth.ledger.samples.items()} == rows
+    assert len(rows) > 12
 
 
 # ---------------------------------------------------------------- planted bugs
 
 
-def _any_epoch(patch: pytest.MonkeyPatch) -> None:
-    fault = sm.chunk_fault
-
-    def blind(chunk: Chunk, sample: Sample | None, worker: object) -> object:
-        if sample is not None and sample.status is SampleStatus.LEASED:
-            chunk = Chunk(
-                chunk.sample_id, sample.epoch, chunk.offset, chunk.version, chunk.tokens, chunk.logprobs, chunk.raw_logprobs, chunk.finish
-            )
-        return fault(chunk, sample, worker)  # type: ignore[arg-type]
-
-    patch.setattr(sm, "chunk_fault", blind)
-
-
-def _any_worker(patch: pytest.MonkeyPatch) -> None:
-    fault = sm.chunk_fault
-
-    def blind(chunk: Chunk, sample: Sample | None, worker: object) -> object:
-        if sample is not None and sample.status is SampleStatus.LEASED:
-            return None
-        return fault(chunk, sample, worker)  # type: ignore[arg-type]
-
-    patch.setattr(sm, "chunk_fault", blind)
+def found(name: str, monkeypatch: pytest.MonkeyPatch, seeds: int = 400) -> schedule.Failed:
+    """The first schedule that finds a bug for its own reason; what is known to find it is tried first."""
+    planted = PLANTS[name]
+    others: list[str] = []
+    with monkeypatch.context() as patch:
+        planted.plant(patch)
+        for seed in (*planted.seeds, *range(seeds)):
+            try:
+                schedule.run(seed, OPS)
+            except schedule.Failed as failed:
+                if re.search(planted.says, str(failed.cause)):
+                    return failed
+                others.append(str(failed).splitlines()[0])
+    pytest.fail(f"{name} was not found by {seeds} schedules; what they found: {others[:3]}")
 
 
-def _deliver_early(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Core, "send_durable", Core.send)
+@pytest.mark.parametrize("name", PLANTS)
+def test_the_schedules_find_a_planted_bug(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found(name, monkeypatch)
 
 
-def _deliver_before_durable(patch: pytest.MonkeyPatch) -> None:
-    finish = sm.finish
-
-    def eager(core: Core, sample: Sample, reason: str) -> None:
-        finish(core, sample, reason)
-        for one in sample.group.samples:
-            one.durable = one.accepted
-        send, core.send_durable = core.send_durable, core.send  # type: ignore[method-assign]
-        sm.deliver_if_done(core, sample.group)
-        core.send_durable = send  # type: ignore[method-assign]
-
-    patch.setattr(sm, "finish", eager)
+@pytest.mark.parametrize("name", ["consumed_twice", "tokens_forgotten_by_a_move", "version_reused_after_a_restart"])
+def test_a_failing_schedule_is_made_short(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The short log still fails with the bug, in the same way, and passes without it."""
+    failed = found(name, monkeypatch)
+    with monkeypatch.context() as patch:
+        PLANTS[name].plant(patch)
+        short = shrink.shrink(failed.log, failed.alone)
+        assert len(short) < 30
+        assert shrink.failure(short, failed.alone) == shrink.signature(failed.cause)
+    schedule.play(short, failed.alone)
 
 
-def _drop_on_release(patch: pytest.MonkeyPatch) -> None:
-    release = sm.release
-
-    def careless(core: Core, sample: Sample, reason: str, **how: object) -> None:
-        release(core, sample, reason, **how)  # type: ignore[arg-type]
-        sample.group.run.queue.discard(sample)
-
-    patch.setattr(sm, "release", careless)
-
-
-def _forget_tokens(patch: pytest.MonkeyPatch) -> None:
-    grant = sm._grant
-
-    def amnesiac(core: Core, sample: Sample, worker: object) -> tuple[Lease, int]:
-        return grant(core, sample, worker)[0], 0  # type: ignore[arg-type]
-
-    patch.setattr(sm, "_grant", amnesiac)
+@pytest.mark.parametrize("path", REPLAYS, ids=lambda path: path.stem)
+def test_a_log_of_a_past_bug_passes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And fails where the bug is planted again, if `plants` has it: the log still shows what it was kept for."""
+    kept = json.loads(path.read_text())
+    schedule.play(kept["ops"], kept["alone"])
+    if kept.get("plant"):
+        with monkeypatch.context() as patch:
+            PLANTS[kept["plant"]].plant(patch)
+            assert shrink.failure(kept["ops"], kept["alone"])
 
 
-def _budget_of_each_lease(patch: pytest.MonkeyPatch) -> None:
-    fault = sm.chunk_fault
-
-    def generous(chunk: Chunk, sample: Sample | None, worker: object) -> object:
-        found = fault(chunk, sample, worker)  # type: ignore[arg-type]
-        return None if found is not None and "budget" in found.reason else found
-
-    patch.setattr(sm, "chunk_fault", generous)
-
-
-def _replay_other_weights(patch: pytest.MonkeyPatch) -> None:
-    from scavenger.router import runs
-    from scavenger.router.state import Group
-
-    make = runs._group_for
-
-    def trusting(core: Core, run: object, body: object, spec: object) -> Group:
-        old = run.by_key.get((body.purpose, body.step, spec.prompt_index))  # type: ignore[attr-defined]
-        if old is not None:
-            old.root = run.versions[body.version].root  # type: ignore[attr-defined]
-        return make(core, run, body, spec)  # type: ignore[arg-type]
-
-    patch.setattr(runs, "_group_for", trusting)
-
-
-def _never_ask_again(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(wk, "_reconcile_orders", lambda *_: None)
-
-
-def _deaf_to_lost_assignments(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(wk, "_assignment_lost", lambda *_: False)
-
-
-def _forget_rewound_steps(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(restore, "_unsettled", lambda _, state: any(s.state in ("open", "complete") for s in state.samples))
-
-
-@pytest.mark.parametrize(
-    "plant",
-    [
-        _any_epoch, _any_worker, _deliver_early, _deliver_before_durable, _drop_on_release, _forget_tokens, _budget_of_each_lease,
-        _replay_other_weights, _never_ask_again, _deaf_to_lost_assignments,
-        _forget_rewound_steps,
-    ],
-)  # fmt: skip
-def test_the_driver_finds_a_planted_bug(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    plant(monkeypatch)
-    with pytest.raises(schedule.Failed):  # noqa: PT012 (any of the schedules may be the one)
-        for seed in range(200):
-            schedule.run(seed, 300)
+def test_there_are_replays() -> None:
+    assert len(REPLAYS) >= 3

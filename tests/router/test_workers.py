@@ -325,3 +325,37 @@ def test_a_group_is_delivered_once_over_restarts_and_reconnections() -> None:
     assert bench.take(1, GroupDone) == []
     bench.attach(wants=(1,), conn=5)
     assert len(bench.take(5, GroupDone)) == 1, "it was lost on its way"
+
+
+# ---------------------------------------------------------------- a reserved engine's slot
+
+
+def in_slot(bench: Bench, conn: int, session: str, held: tuple[Held, ...] = ()) -> list[Rejected]:
+    bench.hello(conn, kind="reserved", session=session, slot="0", held=held)
+    return bench.take(conn, Rejected)
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_an_engine_that_lost_its_slot_is_refused_and_evicts_nobody(silent: bool) -> None:
+    """Two live engines would evict each other for ever, and each eviction would be counted against the samples."""
+    bench = started(n=1)
+    assert len(bench.join(W1, kind="reserved", session="old", slot="0")) == 1
+    if silent:
+        bench.tick(13.0)
+    assert len(bench.join(W2, kind="reserved", session="new", slot="0")) == 1
+    assert bench.sample(1).failures == 1
+    for conn in (30, 31):
+        (refusal,) = in_slot(bench, conn, "old", (Held(1, 1, 0),))
+        assert (refusal.retry, "another engine has its slot" in refusal.reason) == (False, True)
+    assert (bench.sample(1).failures, bench.sample(1).status) == (1, SampleStatus.LEASED)
+    assert [w.session for w in bench.router.core.workers.values()] == ["new"]
+    assert in_slot(bench, 32, "new", (Held(1, 2, 0),)) == [], "it has the slot, and may come back"
+    assert bench.sample(1).status is SampleStatus.LEASED
+
+
+def test_evictions_are_remembered_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scavenger.router.workers.MAX_EVICTED", 3)
+    bench = started(n=1)
+    for number in range(8):
+        assert in_slot(bench, 40 + number, f"s{number}") == []
+    assert list(bench.router.core.runs["r"].evicted) == ["s4", "s5", "s6"]

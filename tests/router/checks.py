@@ -1,0 +1,221 @@
+"""What must hold, checked while a schedule runs. Which check proves which invariant:
+
+    I1   `Truth.committed` (each chunk under the lease in force, in order, the sample's own tokens), `Watch.after` (lengths only grow),
+         `World.lie` (what must be refused changes nothing)
+    I2   `Watch.promised`: acks, leases, welcomes, weights, groups, goodbyes and replies against what is committed when they are sent
+    I3   `harness.Ledger` (consumed once), `Truth.committed` (versions are never reused), `SimTrainer._arrived` (own weights),
+         `World.call_up` (an older attempt is refused), `audit_groups` (each prompt of a step stands once)
+    I4   `Truth.committed`: a chunk's version has the root hash of its group's
+    I5   `Truth.committed` (one budget), `SimWorker._add` (the budget that a lease names), `audit` (accepted <= max_tokens)
+    I6   `Watch.after` (no open sample is forgotten), `Truth.committed` (every end has its reason; poisoned only after enough engines),
+         `World.make_calm` (every submitted step gets done)
+    I10  `Watch.restored` (a restart has every committed token), `Watch.promised` (nothing is sent twice), `harness.Ledger`
+    I11  `World.make_calm(alone=True)`: reserved engines finish alone
+    I12  `audit_ledger`: every lease, worker and token of the ledger is explained by its rows
+
+`Truth` follows the ledger across daemons; `Watch` looks at one daemon. Samples' contents are read from the ledger's rows alone.
+"""
+
+from __future__ import annotations
+
+from scavenger.ledger import records as rec
+from scavenger.router.events import Committed, RouterEvent
+from scavenger.router.state import Core
+from scavenger.wire import Accepted, Ack, Assign, GoodbyeAck, GroupDone, Lease, Message, Reply, RunOpened, UseWeights, Welcome
+from tests.router.engines import MAX_TOKENS, payload
+from tests.router.harness import Ledger
+
+ENDS = {"consumed", "filtered", "masked", "evaluated", "superseded", "poisoned", "surplus"}
+STANDING = ENDS - {"superseded", "poisoned", "surplus"} | {"open", "complete"}
+
+
+class Truth:
+    """What was committed, and whether it may have been."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        self.granted: dict[tuple[int, int], rec.LeaseGranted] = {}
+        self.roots: dict[tuple[int, int], bytes] = {}
+        self.open: set[int] = set()
+        self.joined: set[int] = set()
+        self.left: set[int] = set()
+        self.ended: dict[tuple[int, int], rec.LeaseEnded] = {}
+        self.chunks: dict[int, int] = {}
+        self.runs: dict[str, int] = {}
+
+    def commit(self, records: tuple[rec.Record, ...]) -> None:
+        for record in records:
+            self._committed(record)
+        self.ledger.apply(records)
+        self.open -= {r.sample_id for r in records if isinstance(r, rec.SampleEnded)}
+
+    def _committed(self, record: rec.Record) -> None:
+        match record:
+            case rec.ChunkAccepted():
+                self._chunk(record)
+            case rec.LeaseGranted():
+                self.granted[record.sample_id, record.epoch] = record
+            case rec.LeaseEnded():
+                assert record.reason, f"sample {record.sample_id}: a lease ended without a reason (I12)"
+                self.ended[record.sample_id, record.epoch] = record
+            case rec.GroupCreated():
+                self.open |= set(range(record.first_sample_id, record.first_sample_id + record.n))
+            case rec.SampleEnded():
+                self._end(record)
+            case rec.VersionPublished():
+                key = (record.run_id, record.version)
+                assert key not in self.roots, f"version {record.version} of run {record.run_id} was used twice (I3)"
+                self.roots[key] = record.root
+            case rec.RunCreated():
+                self.runs[record.name] = record.run_id
+            case rec.WorkerJoined():
+                self.joined.add(record.worker_id)
+            case rec.WorkerLeft():
+                assert record.reason, f"worker {record.worker_id} left without a reason (I12)"
+                self.left.add(record.worker_id)
+
+    def _chunk(self, chunk: rec.ChunkAccepted) -> None:
+        mine, first, n = payload(chunk.sample_id), 4 * chunk.offset, len(chunk.tokens)
+        assert chunk.offset + n // 4 <= MAX_TOKENS, f"sample {chunk.sample_id}: over its budget (I5)"
+        got = (chunk.tokens, chunk.logprobs, chunk.raw_logprobs)
+        assert got == tuple(p[first : first + n] for p in mine), f"sample {chunk.sample_id}: others' tokens were accepted (I1)"
+        group = self.ledger.samples[chunk.sample_id].group_id
+        root = self.roots[self.ledger.groups[group].run_id, chunk.version]
+        assert root == self.root_of_group(group), f"sample {chunk.sample_id}: a chunk of other weights (I4)"
+        self.chunks[chunk.sample_id] = self.chunks.get(chunk.sample_id, 0) + n // 4
+
+    def _end(self, end: rec.SampleEnded) -> None:
+        assert end.state in ENDS, end
+        if end.state in ("superseded", "poisoned", "surplus"):
+            assert end.reason, f"sample {end.sample_id}: {end.state} without a reason (I6)"
+        if end.state == "poisoned":
+            failures = sum(key[0] == end.sample_id for key in self.ended)
+            assert failures >= 3, f"sample {end.sample_id}: given up after {failures} leases (I6)"
+
+    # ---- asked by the others
+
+    def root_of_group(self, group_id: int) -> bytes:
+        made = self.ledger.groups[group_id]
+        return self.roots[made.run_id, made.version]
+
+    def published(self, run: str, version: int) -> bool:
+        return (self.runs.get(run, 0), version) in self.roots
+
+    def taken(self, run: str, purpose: str, step: int) -> bool:
+        """Whether a step stands; an older attempt's may have been rewound before its answer arrived."""
+        run_id = self.runs[run]
+        return any(isinstance(r, rec.StepCommitted) and (r.run_id, r.purpose, r.step) == (run_id, purpose, step) for r in self.ledger.log)
+
+
+class Watch:
+    """One daemon, event by event."""
+
+    def __init__(self, truth: Truth) -> None:
+        self.truth = truth
+        self.lengths: dict[int, tuple[int, int]] = {}  # sample -> (accepted, epoch) when last seen
+        self.welcomed: dict[int, int] = {}
+        self.delivered: set[tuple[int, int]] = set()  # (connection, group)
+
+    def restored(self, core: Core) -> None:
+        rows = self.truth.ledger.samples
+        for sample in core.samples.values():
+            row = rows[sample.id]
+            assert sample.accepted == len(row.tokens) // 4, f"sample {sample.id}: a restart lost committed tokens (I10)"
+            assert sample.epoch == row.epoch, f"sample {sample.id}: a restart forgot its epoch (I10)"
+        self._all_known(core)
+
+    def after(self, core: Core, event: RouterEvent) -> None:
+        lengths = self.lengths
+        for sample in core.samples.values():
+            now = (sample.accepted, sample.epoch)
+            last = lengths.get(sample.id)
+            if last != now:
+                assert last is None or (now[0] >= last[0] and now[1] >= last[1]), f"sample {sample.id}: {last} became {now} (I1)"
+                lengths[sample.id] = now
+        if isinstance(event, Committed) and not core.unsettled:
+            self._all_known(core)
+            rows = self.truth.ledger.samples
+            for sample in core.samples.values():
+                row = rows[sample.id]
+                assert (sample.accepted, sample.epoch) == (len(row.tokens) // 4, row.epoch), f"sample {sample.id}: not as committed (I12)"
+
+    def _all_known(self, core: Core) -> None:
+        forgotten = self.truth.open - core.samples.keys()
+        assert not forgotten, f"open samples were forgotten: {sorted(forgotten)} (I6)"
+
+    def promised(self, conn: int, message: Message) -> None:
+        """What a message says that the ledger holds, it holds."""
+        truth, rows = self.truth, self.truth.ledger.samples
+        match message:
+            case Ack(durable=durable):
+                for held in durable:
+                    assert held.length * 4 <= len(rows[held.sample_id].tokens), f"sample {held.sample_id}: acked before its commit (I2)"
+            case Assign(leases=leases):
+                for lease in leases:
+                    self._lease(lease)
+            case GroupDone(samples=samples):
+                assert (conn, message.group_id) not in self.delivered, f"group {message.group_id} was sent twice over one connection (I10)"
+                self.delivered.add((conn, message.group_id))
+                assert message.group_id in truth.ledger.delivered, f"group {message.group_id}: delivered before its record (I2)"
+                for done in samples:
+                    row = rows[done.sample_id]
+                    # What ended it meanwhile (the run was closed, or opened again) may have been committed at once with its delivery.
+                    whole = row.state == "poisoned" if done.error is not None else bool(row.finish) and row.state != "open"
+                    assert whole, f"sample {done.sample_id}: delivered while {row.state} in the ledger (I2)"
+                    if done.error is None:
+                        same = (row.tokens, row.logprobs, row.finish) == (done.tokens, done.logprobs, done.finish)
+                        assert same, f"sample {done.sample_id}: delivered with other tokens than the ledger's (I2)"
+            case Welcome(worker_id=worker_id):
+                assert worker_id in truth.joined, f"worker {worker_id}: welcomed before its commit (I2)"
+                self.welcomed[conn] = worker_id
+            case UseWeights(version=version):
+                assert any(v == version for _, v in truth.roots), f"version {version}: named before its commit (I2)"
+            case GoodbyeAck():
+                worker_id = self.welcomed.get(conn, 0)
+                assert worker_id in truth.left, f"worker {worker_id}: its goodbye was acked before its commit (I2)"
+            case Reply(body=RunOpened(run_id=run_id, attempt=attempt)):
+                granted = truth.ledger.runs[run_id]["attempt"] if run_id in truth.ledger.runs else 0
+                assert attempt <= granted, "an attempt was answered before its commit (I2)"  # type: ignore[operator]
+            case Reply(body=Accepted(group_ids=group_ids)):
+                assert all(i in truth.ledger.groups for i in group_ids), f"groups {group_ids}: accepted before their commit (I2)"
+
+    def _lease(self, lease: Lease) -> None:
+        granted = self.truth.granted.get((lease.sample_id, lease.epoch))
+        assert granted is not None, f"sample {lease.sample_id}: leased before its commit (I2)"
+        tokens = self.truth.ledger.samples[lease.sample_id].tokens
+        whole = 4 * granted.offset == len(lease.accepted) and tokens[: len(lease.accepted)] == lease.accepted
+        assert whole, f"sample {lease.sample_id}: moved without its own tokens (I6)"
+        assert lease.version == granted.version
+        assert lease.sampling.max_tokens == MAX_TOKENS, f"sample {lease.sample_id}: the budget changed with the lease (I5)"
+
+
+def audit_groups(ledger: Ledger, run_id: int, next_step: int) -> None:
+    """Each prompt of a train step has one group that stands (I3), and its takes are numbered without a gap or a repeat."""
+    standing: dict[tuple[int, int], list[int]] = {}
+    poisoned: set[tuple[int, int]] = set()
+    takes: dict[tuple[int, int], list[int]] = {}
+    for group_id, made in sorted(ledger.groups.items()):
+        if made.run_id != run_id or made.purpose != "train":
+            continue
+        key = (made.step, made.prompt_index)
+        states = {ledger.samples[made.first_sample_id + i].state for i in range(made.n)}
+        standing.setdefault(key, []).extend([group_id] if states & STANDING else [])
+        poisoned |= {key} if "poisoned" in states else set()
+        takes.setdefault(key, []).append(made.take)
+    for key, numbers in takes.items():
+        assert numbers == list(range(len(numbers))), f"step and prompt {key}: takes {numbers} (I3)"
+    for (step, prompt), groups in standing.items():
+        least = 1 if step < next_step and (step, prompt) not in poisoned else 0
+        assert least <= len(groups) <= 1, f"step {step}, prompt {prompt}: groups {groups} stand (I3)"
+
+
+def audit_ledger(truth: Truth) -> None:
+    """Every lease, worker and token is explained by rows (I12)."""
+    ledger = truth.ledger
+    for key in truth.granted:
+        row = ledger.samples[key[0]]
+        over = key in truth.ended or (row.lease is not None and row.lease[0] == key[1])
+        assert over, f"sample {key[0]}: the end of lease {key[1]} is not told (I12)"
+    for sample_id, row in ledger.samples.items():
+        assert len(row.tokens) // 4 == truth.chunks.get(sample_id, 0), f"sample {sample_id}: tokens without chunks (I12)"
+    assert truth.joined == truth.left | ledger.workers.keys(), "a worker's end is not told (I12)"

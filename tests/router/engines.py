@@ -1,0 +1,172 @@
+"""Workers on a bench: the real `rollout.session.Session` over a link without a network, with an engine that knows every answer.
+
+An answer depends on its sample alone, so that what arrives at the trainer can be compared whoever generated it, in how many pieces.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import lru_cache
+
+from rollout import events as ev
+from rollout.engines.base import Delta, Request
+from rollout.events import Action, Event, Identity, Phase
+from rollout.session import Session
+from scavenger.wire import Chunk, Chunks, pack_logprobs, pack_tokens
+from tests.router.links import Link
+
+MAX_TOKENS = 8
+STOP = 0
+LIMITS = ev.Limits(orphan_s=120.0)
+
+
+def goal(sample_id: int) -> int:
+    """Length of a sample's whole answer."""
+    return 1 + (sample_id * 5) % MAX_TOKENS
+
+
+@lru_cache(maxsize=4096)
+def answer(sample_id: int) -> tuple[int, ...]:
+    """A sample's whole answer: ends with the stop token, unless it uses its budget up."""
+    n = goal(sample_id)
+    tokens = [1 + (sample_id * 31 + i * 7) % 96 for i in range(n)]
+    return tuple(tokens if n == MAX_TOKENS else [*tokens[:-1], STOP])
+
+
+@lru_cache(maxsize=4096)
+def payload(sample_id: int) -> tuple[bytes, bytes, bytes]:
+    """The answer as the wire has it: tokens, logprobs, raw logprobs."""
+    tokens = answer(sample_id)
+    return pack_tokens(tokens), pack_logprobs([-0.5 - t for t in tokens]), pack_logprobs([-0.25 - t for t in tokens])
+
+
+def finish_at(sample_id: int, length: int) -> str | None:
+    if length < goal(sample_id):
+        return None
+    return "length" if length == MAX_TOKENS else "stop"
+
+
+class WatchedSession(Session):
+    """Tells which phase followed which, a phase that follows itself included."""
+
+    entered: Callable[[Phase, Phase], None] = staticmethod(lambda _before, _after: None)
+
+    def _enter(self, phase: Phase) -> None:
+        before = self.phase
+        super()._enter(phase)
+        self.entered(before, phase)
+
+
+class SimWorker:
+    """One worker process. `todo`: what its driver was asked and has not done yet; ops decide when it does, and whether it works."""
+
+    def __init__(self, name: int, identity: Identity, intent: str, now: float, entered: Callable[[Phase, Phase], None]) -> None:
+        self.name, self.identity, self.intent, self.clock = name, identity, intent, now
+        self.session = WatchedSession(identity, LIMITS, now)
+        self.session.entered = entered  # type: ignore[method-assign]
+        self.link: Link | None = None
+        self.todo: deque[Action] = deque([ev.Connect(0.0)])
+        self.requests: dict[int, tuple[int, int]] = {}  # handle -> (sample, length)
+        self.stopped = False
+        self.left: ev.Leave | None = None
+        self.built = False
+        self.said: deque[Chunks] = deque(maxlen=12)
+        self.root: bytes = b""
+
+    @property
+    def run(self) -> str:
+        return self.identity.run
+
+    def feed(self, event: Event) -> None:
+        if self.left is None:
+            for action in self.session.handle(event, self.clock):
+                self._perform(action)
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case ev.Send(message=message):
+                if self.link is not None:
+                    self.link.up.append(message)
+                if isinstance(message, Chunks):
+                    self.said.append(message)
+            case ev.Add(request=request):
+                self._add(request)
+            case ev.Abort(handles=handles):
+                for handle in handles:
+                    self.requests.pop(handle, None)
+            case ev.Connect():
+                if self.link is not None:
+                    self.link.old, self.link = True, None
+                self.todo = deque([action, *(a for a in self.todo if not isinstance(a, ev.Connect))])
+            case ev.Load():
+                self.requests.clear()
+                self.todo = deque([*(a for a in self.todo if not isinstance(a, ev.Load)), action])
+            case ev.Build():
+                self.built = True
+            case ev.SleepEngine():
+                self.requests.clear()
+                self.todo.append(action)
+            case ev.Leave():
+                self.left = action
+            case ev.Note() | ev.WakeEngine():
+                pass
+            case _:
+                raise AssertionError(f"the session asked for {action}")
+
+    def _add(self, request: Request) -> None:
+        held = self.session.work.leases.of_handle(request.handle)
+        assert held is not None, "the engine was given a request of no lease"
+        sample_id, base = held.lease.sample_id, len(request.accepted)
+        assert request.accepted == answer(sample_id)[:base], f"sample {sample_id}: moved without its own tokens (I6)"
+        assert base + request.max_new_tokens == MAX_TOKENS, f"sample {sample_id}: the budget changed with the lease (I5)"
+        self.requests[request.handle] = (sample_id, base)
+
+    def generate(self, tokens: int) -> None:
+        """The engine yields up to `tokens` new tokens of every request."""
+        if not self.requests or not self.session.may_generate:
+            return
+        deltas = []
+        for handle, (sample_id, length) in list(self.requests.items()):
+            end = min(length + tokens, goal(sample_id))
+            new = answer(sample_id)[length:end]
+            finish = finish_at(sample_id, end)
+            if finish is None:
+                self.requests[handle] = (sample_id, end)
+            else:
+                del self.requests[handle]
+            deltas.append(Delta(handle, new, tuple(-0.5 - t for t in new), tuple(-0.25 - t for t in new), finish))
+        self.session.progress += 1
+        self.feed(ev.Generated(tuple(deltas)))
+
+    def break_request(self) -> None:
+        """The engine gives one request up."""
+        if self.requests:
+            handle = min(self.requests)
+            del self.requests[handle]
+            self.feed(ev.Generated((Delta(handle, (), (), (), error="NaN logprobs"),)))
+
+
+def forged(kind: str, sample_id: int, epoch: int, version: int, accepted: int) -> Chunk:
+    """What no honest worker sends: it must change nothing."""
+    tokens = pack_tokens([5])
+    logprobs = pack_logprobs([-1.0])
+    match kind:
+        case "stale epoch":
+            return Chunk(sample_id, epoch - 1, accepted, version, tokens, logprobs, logprobs)
+        case "other version":
+            return Chunk(sample_id, epoch, accepted, version + 1, tokens, logprobs, logprobs)
+        case "over budget":
+            n = MAX_TOKENS + 1 - accepted
+            return Chunk(sample_id, epoch, accepted, version, tokens * n, logprobs * n, logprobs * n)
+        case "gap":
+            return Chunk(sample_id, epoch, accepted + 1, version, tokens, logprobs, logprobs)
+        case "not a number":
+            nan = pack_logprobs([float("nan")])
+            return Chunk(sample_id, epoch, accepted, version, tokens, nan, nan)
+        case "another answer":
+            return Chunk(sample_id, epoch, 0, version, pack_tokens([96 + 5]), logprobs, logprobs)
+    raise AssertionError(kind)
+
+
+LIES = ("stale epoch", "other version", "over budget", "gap", "not a number", "another answer")

@@ -1,0 +1,285 @@
+"""Classic bugs, planted into the core one at a time: what the schedules must find."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import pytest
+
+from scavenger.ledger import records as rec
+from scavenger.router import restore, runs
+from scavenger.router import samples as sm
+from scavenger.router import workers as wk
+from scavenger.router.payloads import Payload, PayloadStore
+from scavenger.router.state import Core, SampleStatus
+from scavenger.wire import Ack, Chunk, CommitStep, Held, Lease
+from tests.router.harness import chunk_of
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def _changed_fault(patch: pytest.MonkeyPatch, **what: Callable[[Any], Any]) -> None:
+    fault = sm.chunk_fault
+
+    def blind(chunk: Any, sample: Any, worker: Any) -> Any:
+        if sample is not None and sample.status is SampleStatus.LEASED:
+            chunk = msgspec.structs.replace(chunk, **{name: of(sample) for name, of in what.items()})
+        return fault(chunk, sample, worker)
+
+    patch.setattr(sm, "chunk_fault", blind)
+
+
+def stale_epoch_accepted(patch: pytest.MonkeyPatch) -> None:
+    _changed_fault(patch, epoch=lambda sample: sample.epoch)
+
+
+def other_version_accepted(patch: pytest.MonkeyPatch) -> None:
+    _changed_fault(patch, version=lambda sample: sample.lease_version)
+
+
+def anybody_accepted(patch: pytest.MonkeyPatch) -> None:
+    fault = sm.chunk_fault
+
+    def blind(chunk: Any, sample: Any, worker: Any) -> Any:
+        return None if sample is not None and sample.status is SampleStatus.LEASED else fault(chunk, sample, worker)
+
+    patch.setattr(sm, "chunk_fault", blind)
+
+
+def budget_of_each_lease(patch: pytest.MonkeyPatch) -> None:
+    """The budget is checked against what this lease generated alone."""
+    fault = sm.chunk_fault
+
+    def generous(chunk: Any, sample: Any, worker: Any) -> Any:
+        found = fault(chunk, sample, worker)
+        return None if found is not None and "budget" in found.reason else found
+
+    patch.setattr(sm, "chunk_fault", generous)
+
+
+def budget_renewed_by_a_move(patch: pytest.MonkeyPatch) -> None:
+    grant = sm._grant
+
+    def renewing(core: Core, sample: Any, worker: Any) -> tuple[Lease, int]:
+        lease, accepted = grant(core, sample, worker)
+        more = msgspec.structs.replace(lease.sampling, max_tokens=lease.sampling.max_tokens + accepted)
+        return msgspec.structs.replace(lease, sampling=more), accepted
+
+    patch.setattr(sm, "_grant", renewing)
+
+
+def sent_before_durable(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Core, "send_durable", Core.send)
+
+
+def delivered_before_durable(patch: pytest.MonkeyPatch) -> None:
+    finish = sm.finish
+
+    def eager(core: Core, sample: Any, reason: str) -> None:
+        finish(core, sample, reason)
+        for one in sample.group.samples:
+            one.durable = one.accepted
+        send, core.send_durable = core.send_durable, core.send  # type: ignore[method-assign]
+        sm.deliver_if_done(core, sample.group)
+        core.send_durable = send  # type: ignore[method-assign]
+
+    patch.setattr(sm, "finish", eager)
+
+
+def acked_before_durable(patch: pytest.MonkeyPatch) -> None:
+    append = sm._append
+
+    def hasty(core: Core, worker: Any, sample: Any, chunk: Any) -> None:
+        append(core, worker, sample, chunk)
+        core.send(worker.conn, Ack((Held(sample.id, sample.epoch, sample.accepted),)))
+
+    patch.setattr(sm, "_append", hasty)
+
+
+def consumed_twice(patch: pytest.MonkeyPatch) -> None:
+    """A replay offers what was consumed again, and nobody writes down that it was reopened."""
+    record = Core.record
+
+    def forgetful(core: Core, *records: rec.Record) -> None:
+        record(core, *(r for r in records if not isinstance(r, rec.SampleReopened)))
+
+    patch.setattr(Core, "record", forgetful)
+
+
+def dropped_on_release(patch: pytest.MonkeyPatch) -> None:
+    release = sm.release
+
+    def careless(core: Core, sample: Any, reason: str, **how: Any) -> None:
+        release(core, sample, reason, **how)
+        sample.group.run.queue.discard(sample)
+
+    patch.setattr(sm, "release", careless)
+
+
+def tokens_forgotten_by_a_move(patch: pytest.MonkeyPatch) -> None:
+    grant = sm._grant
+
+    def amnesiac(core: Core, sample: Any, worker: Any) -> tuple[Lease, int]:
+        return grant(core, sample, worker)[0], 0
+
+    patch.setattr(sm, "_grant", amnesiac)
+
+
+def version_reused_after_a_restart(patch: pytest.MonkeyPatch) -> None:
+    restored = restore._restore_run
+
+    def young(state: rec.RunState, now: float) -> Any:
+        run = restored(state, now)
+        run.next_version = 1
+        run.versions = {}
+        return run
+
+    patch.setattr(restore, "_restore_run", young)
+
+
+def replayed_with_other_weights(patch: pytest.MonkeyPatch) -> None:
+    make = runs._group_for
+
+    def trusting(core: Core, run: Any, body: Any, spec: Any) -> Any:
+        old = run.by_key.get((body.purpose, body.step, spec.prompt_index))
+        if old is not None:
+            old.root = run.versions[body.version].root
+        return make(core, run, body, spec)
+
+    patch.setattr(runs, "_group_for", trusting)
+
+
+def prompt_skipped_after_a_failure(patch: pytest.MonkeyPatch) -> None:
+    """One failure is enough to go on without the sample."""
+
+    def impatient(_core: Core, sample: Any, node: str) -> bool:
+        sample.failures += 1
+        sample.failed_nodes |= {node}
+        return True
+
+    patch.setattr(sm, "charge", impatient)
+
+
+def old_attempt_commits(patch: pytest.MonkeyPatch) -> None:
+    may = runs._may_call
+
+    def lenient(core: Core, conn: int, identity: Any, call: Any, run: Any) -> Any:
+        denied = may(core, conn, identity, call, run)
+        if denied is not None and denied.code == "stale" and isinstance(call.body, CommitStep):
+            run.conn = conn
+            return None
+        return denied
+
+    patch.setattr(runs, "_may_call", lenient)
+
+
+def lost_assignments_not_noticed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(wk, "_assignment_lost", lambda *_: False)
+
+
+def orders_never_repeated(patch: pytest.MonkeyPatch) -> None:
+    """What was ordered once (load, sleep, wake, leave) is taken for done, whatever the worker's heartbeats say."""
+    patch.setattr(wk, "_reconcile_orders", lambda *_: None)
+
+
+def rewound_steps_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(restore, "_unsettled", lambda _, state: any(s.state in ("open", "complete") for s in state.samples))
+
+
+def goodbye_before_durable(patch: pytest.MonkeyPatch) -> None:
+    """The fix of a worker that leaves is undone: its goodbye is acked although its tokens are not committed."""
+    said = wk.said
+
+    def hasty(core: Core, conn: int, message: Any, faults: Any = None) -> None:
+        send, core.send_durable = core.send_durable, core.send  # type: ignore[method-assign]
+        try:
+            said(core, conn, message, faults)
+        finally:
+            core.send_durable = send  # type: ignore[method-assign]
+
+    patch.setattr(wk, "said", hasty)
+
+
+def evicted_engine_let_in_again(patch: pytest.MonkeyPatch) -> None:
+    """Two live engines of one slot evict each other for ever."""
+    patch.setattr(wk, "_evict_from_slot", lambda *_: None)
+
+
+def evicted_before_durable(patch: pytest.MonkeyPatch) -> None:
+    append = PayloadStore.append
+
+    def hasty(store: PayloadStore, sample_id: int, offset: int, chunk: Chunk) -> None:
+        append(store, sample_id, offset, chunk)
+        store.durable(sample_id, offset + len(chunk.tokens) // 4)
+
+    patch.setattr(PayloadStore, "append", hasty)
+
+
+def resends_compared_with_nothing(patch: pytest.MonkeyPatch) -> None:
+    """Nobody reads back the tokens that a resend is compared with."""
+    patch.setattr("tests.router.harness.lacking", lambda *_: {})
+
+
+def read_back_joined_without_looking(patch: pytest.MonkeyPatch) -> None:
+    def careless(store: PayloadStore, sample_id: int, payload: Payload, accepted: int) -> None:
+        store.drop(sample_id)
+        for_all = chunk_of(sample_id, 0, 0, 0, accepted)
+        store.append(sample_id, 0, msgspec.structs.replace(for_all, tokens=for_all.tokens[::-1]))
+        store.durable(sample_id, accepted)
+
+    patch.setattr(PayloadStore, "load", careless)
+
+
+def delivered_in_half(patch: pytest.MonkeyPatch) -> None:
+    deliver = sm.deliver_if_done
+
+    def shortened(core: Core, group: Any) -> None:
+        send = core.send_filled
+        core.send_filled = lambda conn, message, lengths: send(conn, message, tuple(n // 2 for n in lengths))  # type: ignore[method-assign]
+        deliver(core, group)
+        core.send_filled = send  # type: ignore[method-assign]
+
+    patch.setattr(sm, "deliver_if_done", shortened)
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A bug; what is said when it is found for its own reason; schedules that are known to find it, which are tried first."""
+
+    plant: Plant
+    says: str
+    seeds: tuple[int, ...] = ()
+
+
+PLANTS: dict[str, Planted] = {
+    planted.plant.__name__: planted
+    for planted in (
+        Planted(stale_epoch_accepted, "a chunk with stale epoch was accepted", (31,)),
+        Planted(other_version_accepted, "a chunk with other version was accepted|a chunk of other weights", (32,)),
+        Planted(anybody_accepted, "was accepted .I1"),
+        Planted(budget_of_each_lease, "a chunk with over budget was accepted|lengths out of order|over its budget", (6,)),
+        Planted(budget_renewed_by_a_move, "the budget changed with the lease"),
+        Planted(sent_before_durable, "before their commit|before its commit"),
+        Planted(delivered_before_durable, "delivered before its record|delivered while|acked before its commit"),
+        Planted(acked_before_durable, "acked before its commit"),
+        Planted(goodbye_before_durable, "its goodbye was acked before its commit"),
+        Planted(consumed_twice, "was consumed twice", (10,)),
+        Planted(dropped_on_release, "queued, in queue: False"),
+        Planted(tokens_forgotten_by_a_move, "moved without its own tokens"),
+        Planted(version_reused_after_a_restart, "was used twice"),
+        Planted(replayed_with_other_weights, "was generated by other weights", (6,)),
+        Planted(prompt_skipped_after_a_failure, "given up after . leases"),
+        Planted(old_attempt_commits, "was fenced, and its CommitStep was taken", (2, 241, 265)),
+        Planted(lost_assignments_not_noticed, "an engine serves nobody", (16, 217, 392)),
+        Planted(orders_never_repeated, "an engine serves nobody", (32, 308, 384)),
+        Planted(rewound_steps_forgotten, "takes .*I3|groups .* stand", (339,)),
+        Planted(evicted_engine_let_in_again, "an engine serves nobody", (29, 42)),
+        Planted(evicted_before_durable, "evicted before it was durable|evicted up to|neither in memory nor durable"),
+        Planted(resends_compared_with_nothing, "are to be compared, and are not in memory", (2,)),
+        Planted(read_back_joined_without_looking, "moved without its own tokens|other tokens than the ledger"),
+        Planted(delivered_in_half, "delivered with other tokens than the ledger"),
+    )
+}

@@ -1,0 +1,245 @@
+"""Trainers on a bench: publish, evaluate now and then, submit, collect, commit; calls are repeated until they are answered.
+
+A `Campaign` is a run as its researcher sees it: what its checkpoints are, and which weights a step has (a restart may compute others).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from scavenger.wire import (
+    Accepted,
+    Attach,
+    Call,
+    CallBody,
+    CloseRun,
+    CommitStep,
+    Denied,
+    GroupDone,
+    HelloAgain,
+    Message,
+    Ok,
+    OpenRun,
+    Ping,
+    PublishVersion,
+    RecordCheckpoint,
+    Reply,
+    RunOpened,
+    RunStopped,
+    SampleOutcome,
+    SetReserved,
+    SubmitGroups,
+)
+from tests.router.checks import Truth
+from tests.router.engines import MAX_TOKENS, finish_at, goal, payload
+from tests.router.harness import SOURCE, open_body, specs
+from tests.router.links import Link
+
+PROMPTS, N = 3, 2
+PHASES = ("open", "publish", "submit", "collect", "commit", "over")
+PATIENCE = 8
+
+
+@dataclass
+class Campaign:
+    """`salt` grows when a restart computes other weights; `kept`: steps that have a checkpoint."""
+
+    run: str
+    on_poison: str
+    salt: int = 0
+    jobs: int = 0
+    kept: list[int] = field(default_factory=lambda: [0])
+
+    def root(self, step: int) -> bytes:
+        return b"%s-%d-%d" % (self.run.encode(), self.salt, step)
+
+
+class SimTrainer:
+    """One trainer process. `dead`: ended by a refusal, or by the run's stop."""
+
+    def __init__(self, name: int, campaign: Campaign, resume: int, link: Link, truth: Truth) -> None:
+        self.name, self.campaign, self.resume, self.link, self.truth = name, campaign, resume, link, truth
+        campaign.jobs += 1
+        self.job = campaign.jobs
+        self.step, self.version, self.next_version, self.attempt = resume + 1, 0, 1, 0
+        self.salt = campaign.salt
+        self.phase, self.purpose = "open", "train"
+        self.have: dict[int, GroupDone] = {}
+        self.submitted: tuple[int, ...] = ()
+        self.pending: Call | None = None
+        self.published: PublishVersion | None = None
+        self.reserved: SetReserved | None = None
+        self.waited = self.calls = self.idle = self.steps_done = 0
+        self.evaluated: set[int] = set()
+        self.dead = self.wants_checkpoint = False
+
+    def root(self) -> bytes:
+        return b"%s-%d-%d" % (self.campaign.run.encode(), self.salt, self.step)
+
+    # ---- saying
+
+    def call(self, body: CallBody) -> None:
+        self.calls += 1
+        attempt = 0 if isinstance(body, OpenRun) else self.attempt
+        self.pending, self.waited = Call(1000 * self.job + self.calls, self.campaign.run, attempt, body), 0
+        self.link.up.append(self.pending)
+
+    def aside(self, body: CallBody) -> None:
+        """A call whose answer nobody waits for."""
+        self.calls += 1
+        self.link.up.append(Call(1000 * self.job + self.calls, self.campaign.run, self.attempt, body))
+
+    def connected(self, link: Link) -> None:
+        """Over a new connection: attach, say again what a restarted daemon may have forgotten, repeat what awaits its answer."""
+        self.link.old, self.link = True, link
+        if self.attempt:
+            self.aside(Attach(self.campaign.run, tuple(self.have), tuple(set(self.submitted) - set(self.have))))
+            for body in (self.published, self.reserved):
+                if body is not None:
+                    self.aside(body)
+        if self.pending is not None:
+            self.call(self.pending.body)
+
+    def act(self) -> bool:
+        """One turn; True when it wants a new connection."""
+        if self.dead or self.phase == "over":
+            return False
+        if self.pending is not None:
+            self.waited += 1
+            return self.waited % PATIENCE == 0
+        if self.wants_checkpoint and self.phase != "open" and self.step - 1 > max(self.campaign.kept):
+            self.wants_checkpoint = False
+            self.call(RecordCheckpoint(self.step - 1, self.version, self.root(), "ckpt"))
+        elif (body := self.next_body()) is not None:
+            self.call(body)
+        else:
+            self.call(Ping())
+            self.idle += 1
+            return self.idle % 25 == 0  # groups may have been lost on their way
+        return False
+
+    def next_body(self) -> CallBody | None:
+        """What it says next of its step; None while it waits for groups, and when it is over."""
+        match self.phase:
+            case "open":
+                body = open_body(self.resume, on_poison=self.campaign.on_poison, job_id=self.job)
+                return msgspec.structs.replace(body, run=self.campaign.run)
+            case "publish":
+                return PublishVersion(self.next_version, self.step - 1, self.root(), b"m", (SOURCE,))
+            case "submit":
+                return SubmitGroups(self.step, self.version, self.purpose, specs(PROMPTS if self.purpose == "train" else 1, N, MAX_TOKENS))
+            case "commit":
+                return CommitStep(self.step, self.version, self.purpose, self._outcomes(), {})
+        return None
+
+    def _outcomes(self) -> tuple[SampleOutcome, ...]:
+        found = []
+        for group in self.have.values():
+            outcome = "evaluated" if self.purpose == "eval" else "filtered" if group.group_id % 5 == 0 else "consumed"
+            found += [SampleOutcome(s.sample_id, outcome, 1.0, 0.1) for s in group.samples if s.error is None]
+        return tuple(found)
+
+    def set_reserved(self, awake: bool) -> None:
+        self.reserved = SetReserved(awake)
+        self.aside(self.reserved)
+
+    def close(self) -> None:
+        if self.phase not in ("open", "over"):
+            self.call(CloseRun("finished"))
+
+    # ---- hearing
+
+    def hear(self, message: Message) -> bool:
+        """One message; True when it wants a new connection."""
+        if self.dead:
+            return False
+        match message:
+            case GroupDone():
+                self._arrived(message)
+            case HelloAgain():
+                return True
+            case RunStopped():
+                self.dead = True
+            case Reply(body=Denied(code="stale")):
+                self.dead = True
+            case Reply(id=number) if self.pending is not None and number == self.pending.id:
+                body, self.pending = self.pending.body, None
+                return self._answered(body, message.body)
+        return False
+
+    def _arrived(self, group: GroupDone) -> None:
+        now = (group.purpose, group.step) == (self.purpose, self.step)
+        assert now or not self.submitted, f"group {group.group_id} of step {group.step} came in step {self.step} (I3)"
+        for sample in group.samples:
+            if sample.error is not None:
+                assert self.campaign.on_poison == "mask", f"sample {sample.sample_id} was masked and the run forbids it (I6)"
+                continue
+            mine = (sample.tokens, sample.logprobs, sample.raw_logprobs)
+            assert mine == payload(sample.sample_id), f"sample {sample.sample_id} has others' tokens (I1)"
+            assert sample.finish == finish_at(sample.sample_id, goal(sample.sample_id)), f"sample {sample.sample_id}: {sample.finish}"
+        made_with = self.truth.root_of_group(group.group_id)
+        assert made_with == self.root(), f"group {group.group_id} was generated by other weights (I3, I4)"
+        self.have[group.group_id] = group
+        self._collected()
+
+    def _collected(self) -> None:
+        if self.phase == "collect" and set(self.submitted) <= self.have.keys():
+            self.phase = "commit"
+
+    def _answered(self, body: CallBody, reply: Message) -> bool:
+        if isinstance(reply, Denied):
+            return self._denied(body, reply)
+        match body:
+            case OpenRun():
+                assert isinstance(reply, RunOpened)
+                self.attempt, self.next_version, self.phase = reply.attempt, reply.next_version, "publish"
+            case PublishVersion():
+                assert self.truth.published(self.campaign.run, body.version), "a version was answered before its commit (I2)"
+                self.version, self.next_version, self.published = body.version, body.version + 1, body
+                self.phase, self.purpose = "submit", "train"
+                if self.step % 3 == 0 and self.step not in self.evaluated:
+                    self.purpose = "eval"
+            case SubmitGroups():
+                assert isinstance(reply, Accepted)
+                self.submitted, self.phase = reply.group_ids, "collect"
+                self.have = {i: g for i, g in self.have.items() if i in self.submitted}
+                self._collected()
+            case CommitStep():
+                assert isinstance(reply, Ok)
+                self._committed()
+            case RecordCheckpoint() if self.job == self.campaign.jobs and body.step > max(self.campaign.kept):
+                self.campaign.kept = [*self.campaign.kept, body.step][-3:]  # what a fenced trainer wrote is set aside
+            case CloseRun():
+                self.phase = "over"
+        return False
+
+    def _committed(self) -> None:
+        assert self.truth.taken(self.campaign.run, self.purpose, self.step), "a step was answered before its commit (I2)"
+        self.have, self.submitted = {}, ()
+        if self.purpose == "eval":
+            self.evaluated.add(self.step)
+            self.phase, self.purpose = "submit", "train"
+            return
+        self.step, self.phase = self.step + 1, "publish"
+        self.steps_done += 1
+
+    def _denied(self, body: CallBody, denied: Denied) -> bool:
+        if denied.code == "detached":
+            return True
+        expected = denied.code == "unknown-run" or self._fenced_opening(body) or self._closed(denied)
+        assert expected, f"{type(body).__name__} of attempt {self.attempt} was denied: {denied}"
+        self.dead = True  # opened on a daemon that died before its commit, or fenced by a repeat of its own opening
+        return False
+
+    def _fenced_opening(self, body: CallBody) -> bool:
+        """It resumes at a checkpoint beyond what another attempt rewound to meanwhile."""
+        return isinstance(body, OpenRun)
+
+    def _closed(self, denied: Denied) -> bool:
+        return "ended" in denied.reason
+
+    def checkpoint(self) -> None:
+        """Of the last committed step, as soon as nothing else is under way."""
+        self.wants_checkpoint = True
