@@ -105,8 +105,12 @@ class Lines(Generic[T]):
         while line:
             item, nbytes = line[0]
             # What was read may be evicted by others' commits while more is read: `wanted` then names all that the item needs, again.
+            # The ledger of a superseded daemon never has what it needs: it asks without haste until it learns that it is fenced.
+            pause = 0.0
             while wanted := self._wanted(item):
+                await asyncio.sleep(pause)
                 await self._fetcher.fetch(wanted)
+                pause = FIRST_PAUSE_S
             line.popleft()
             self.nbytes -= nbytes
             self._handle(item)

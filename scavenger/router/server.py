@@ -21,7 +21,7 @@ import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
 from scavenger import wire
-from scavenger.errors import AuthError, WireError
+from scavenger.errors import AuthError, Fenced, WireError
 from scavenger.keys import KeyPair
 from scavenger.ledger.records import Event, GroupState, Record
 from scavenger.router.events import (
@@ -227,6 +227,8 @@ class Server:
         """An error in a callback ends the daemon: half an event performed is a state that only the ledger can mend."""
         try:
             yield
+        except Fenced as error:  # no bug: the daemon ends with that reason
+            self._fail(error)
         except Exception as error:
             self._fail(error)
             raise

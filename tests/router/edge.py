@@ -15,6 +15,7 @@ from types import TracebackType
 import zmq
 
 from scavenger import keys, ownership, wire
+from scavenger.errors import Fenced
 from scavenger.ledger import reader, store
 from scavenger.ledger.records import GroupState
 from scavenger.ledger.writer import Writer, WriterState
@@ -132,6 +133,8 @@ class LiveDaemon:
             keys.write_rendezvous(self.state_dir, here)
             ready.set()
             await self.server.run(self._stop)
+        except Fenced:  # the writer told, before the stop that follows was heard
+            self.fenced.set()
         except BaseException as error:
             self.error = error
             if not self.may_fail:
