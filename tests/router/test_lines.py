@@ -94,7 +94,9 @@ def test_later_items_of_a_connection_wait_behind_a_read_and_other_connections_do
     assert 1 not in desk.lines
 
 
-def test_what_is_evicted_again_before_its_turn_is_read_again() -> None:
+def test_what_is_evicted_again_before_its_turn_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "FIRST_PAUSE_S", 0.0)
+
     async def scene(desk: Desk) -> None:
         desk.gate.set()
         load, desk.fetcher._load = desk.fetcher._load, lambda *_: None
