@@ -18,13 +18,13 @@ pytestmark = pytest.mark.mpi
 def test_the_step_completes_when_harvested_engines_vanish_after_the_window(
     how: str, tmp_path: Path, small_model: Path, undisturbed: play.Result
 ) -> None:
-    options = SiteOptions("local", tmp_path, demo_layout(grace_s=0.5, requeue_delay_s=0.2), observe_s=0.2, max_engines=3)
+    options = SiteOptions("local", tmp_path, demo_layout(grace_s=0.5, requeue_delay_s=0.2), observe_s=0.2, max_engines=2)
     with Site(options) as site:
         cluster = site.cluster
         assert isinstance(cluster, LocalCluster)
-        # the window closes after one sample of sixteen: most of the step is then in flight at harvested engines
+        # the window closes as soon as a harvested engine is ready: all of the step is then in flight at harvested engines
         run = play.write_run(
-            site, small_model, run={"steps": 4}, engine={"max_batch": 4, "pace": 5.0}, reserved={"window": 0.06}
+            site, small_model, run={"steps": 4}, engine={"max_batch": 8, "pace": 3.0}, reserved={"window": 0.0}
         )
         training = play.submit(site, run)
         step = play.wait_for("reserved engines asleep, harvested ones at work", lambda: _window_closed(site), 90)
@@ -45,10 +45,12 @@ def test_the_step_completes_when_harvested_engines_vanish_after_the_window(
 
 
 def _window_closed(site: Site) -> int:
-    """The step whose reserved engine was put to sleep while harvested engines hold samples of it; 0 = none yet."""
-    rows = play.ask(
+    """The step of which only harvested engines hold samples, two at least that have just begun; 0 = none yet."""
+    held = play.ask(
         site,
-        "SELECT g.step FROM leases l JOIN samples s ON s.sample_id = l.sample_id JOIN groups g ON g.group_id = s.group_id "
-        "WHERE l.reason = 'reserved worker sleeps' AND g.step > (SELECT coalesce(max(step), 0) FROM steps WHERE purpose = 'train')",
+        "SELECT g.step, w.kind, s.accepted_len FROM leases l JOIN samples s ON s.sample_id = l.sample_id "
+        "JOIN groups g ON g.group_id = s.group_id JOIN workers w ON w.worker_id = l.worker_id "
+        "WHERE l.ended_at IS NULL AND g.step > (SELECT coalesce(max(step), 0) FROM steps WHERE purpose = 'train')",
     )
-    return int(rows[-1][0]) if rows and play.busy(site) else 0
+    begun = [step for step, kind, length in held if kind == "harvested" and 1 <= length <= 8]
+    return int(begun[0]) if len(begun) >= 2 and all(kind == "harvested" for _, kind, _ in held) else 0
