@@ -51,7 +51,7 @@ def backup(url: str, target: Path) -> None:
         if parsed.drivername == "sqlite":
             _copy_sqlite(Path(str(parsed.database)), partial)
         else:
-            _run_postgres("pg_dump", parsed, "--format=custom", "--no-owner", f"--file={partial}")
+            _run_postgres("pg_dump", parsed, "--format=custom", "--no-owner", "--no-privileges", f"--file={partial}")
         _sync(partial)
         os.link(partial, target)  # fails where somebody made one meanwhile
         _sync(target.parent)
@@ -112,7 +112,8 @@ def restore(url: str, source: Path, announced: Announced, host: str, now: float)
         _replace_sqlite(Path(str(parsed.database)), source)
     else:
         # One transaction, and it drops what is there.
-        _run_postgres("pg_restore", parsed, "--clean", "--if-exists", "--no-owner", "--single-transaction", "--exit-on-error", str(source))
+        how = ("--clean", "--if-exists", "--no-owner", "--no-privileges", "--single-transaction", "--exit-on-error")
+        _run_postgres("pg_restore", parsed, *how, str(source))
     return mark(url, announced, host, now, floor=floor, why=f"restored from {source.name}")
 
 

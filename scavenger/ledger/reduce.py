@@ -24,7 +24,9 @@ _PLACE = (_c.sample_id, _c.id, _c.epoch, _c.start_len, _c.n_tokens, _c.version, 
 def reduce_contents(connection: sa.Connection, records: Sequence[ContentsReduced]) -> None:
     """Carry out each record, unless its run was granted another attempt since. Samples that are not final are left alone."""
     for record in records:
-        attempt = connection.execute(sa.select(runs.c.attempt).where(runs.c.run_id == record.run_id)).scalar()
+        # The lock that a purge takes too: on PostgreSQL one of the two would else put back what the other took.
+        mine = sa.select(runs.c.attempt).where(runs.c.run_id == record.run_id).with_for_update()
+        attempt = connection.execute(mine).scalar()
         if attempt == record.attempt:
             _reduce(connection, record)
 

@@ -114,6 +114,7 @@ class Lines(Generic[T]):
             line.popleft()
             self.nbytes -= nbytes
             self._handle(item)
+            await asyncio.sleep(0)  # a long line must not keep the others waiting
         del self._lines[conn]
 
     def _done(self, task: asyncio.Task[None]) -> None:

@@ -211,6 +211,7 @@ class Worker:
     conn: int | None
     status: WorkerStatus
     last_seen: float
+    protocol: int = 0  # that it greeted with last
     acks: int = 0  # heartbeat acks sent to it: their numbers order what else it was sent
     loaded_version: int = -1
     asked_version: int = -1

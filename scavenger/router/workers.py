@@ -71,6 +71,7 @@ def hello(core: Core, conn: int, identity: Identity, hello: WorkerHello) -> None
         if worker.status is WorkerStatus.AWAY:
             worker.status = WorkerStatus.LOADING
     core.by_conn[conn] = worker
+    worker.protocol = hello.protocol
     worker.moved_at, worker.attempt = core.now, run.attempt
     core.departed.pop(conn, None)
     limits = core.limits
@@ -272,7 +273,7 @@ def _heartbeat(core: Core, worker: Worker, beat: Heartbeat) -> None:
             if length > sample.reported:
                 worker.moved_at = core.now
             sample.reported = length
-        elif _assignment_lost(sample, beat):
+        elif _assignment_lost(core, worker, sample, beat):
             worker.lost_assignments += 1
             sm.release(core, sample, "the assignment was lost")
     stale = tuple(
@@ -286,9 +287,16 @@ def _heartbeat(core: Core, worker: Worker, beat: Heartbeat) -> None:
     steer(core, worker)
 
 
-def _assignment_lost(sample: Sample, beat: Heartbeat) -> bool:
-    """The worker has heard what was sent after this lease, and does not hold it. Time alone proves nothing: a loaded host is slow."""
-    return sample.assigned_at is not None and beat.heard > sample.assigned_after
+def _assignment_lost(core: Core, worker: Worker, sample: Sample, beat: Heartbeat) -> bool:
+    """The worker has heard what was sent after this lease, and does not hold it. Time alone proves nothing: a loaded host is slow.
+
+    Workers of protocol 1 do not say what they heard: for them a time has to do.
+    """
+    if sample.assigned_at is None:
+        return False
+    if worker.protocol < 2:
+        return core.now - max(sample.assigned_at, sample.chunk_at) > 3 * core.limits.heartbeat_s
+    return beat.heard > sample.assigned_after
 
 
 def _reconcile_orders(core: Core, worker: Worker, beat: Heartbeat) -> None:

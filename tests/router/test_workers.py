@@ -189,6 +189,19 @@ def test_a_lost_assignment_is_repaired_by_heartbeats_but_not_before_it_was_sent(
     assert [x.epoch for x in bench.leases(W1)] == [2], "it heard what was sent after the lease, and does not hold it"
 
 
+def test_a_lost_assignment_of_a_worker_of_protocol_1_is_repaired_after_a_time() -> None:
+    """It does not say which ack it heard."""
+    bench = started(n=1)
+    bench.hello(W1, protocol=1)
+    bench.say(W1, WeightsLoaded(1, root(1)))
+    bench.leases(W1)  # lost on its way
+    for _ in range(4):
+        assert bench.sample(1).epoch == 1
+        bench.now += 1
+        bench.say(W1, Heartbeat((), 0, 1))
+    assert [x.epoch for x in bench.leases(W1)] == [2]
+
+
 def test_a_worker_that_greets_to_say_goodbye_gets_no_lease() -> None:
     bench = started(n=1)
     bench.hello(W1, leaving=True)
