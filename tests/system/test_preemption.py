@@ -20,8 +20,8 @@ from tests.system import play
 
 pytestmark = [pytest.mark.slurm, pytest.mark.mpi]
 
-STEPS = 10
-PACE = 4.0  # tokens a second and sample
+STEPS = 12
+PACE = 3.0  # tokens a second and sample
 FLUSH_S = 0.1
 PER_ARM = 7
 ENGINES = 6
@@ -36,6 +36,7 @@ class Arm:
     waited_s: list[float] = field(default_factory=list)
 
 
+@pytest.mark.timeout(400)
 def test_engines_are_lost_in_three_ways_and_training_does_not_notice(
     tmp_path: Path, small_model: Path, undisturbed: play.Result
 ) -> None:
