@@ -21,7 +21,7 @@ BUILT = {"build", "dist", "demo-out", "__pycache__"}
 SHARED = {"wire", "client", "weights", "config", "errors", "keys", "resources", "__version__"}
 
 PURE = (
-    "scavenger/wire.py",
+    "scavenger/wire/*.py",
     "scavenger/cluster/model.py",
     "scavenger/cluster/commands.py",
     "scavenger/cluster/scheduler.py",
