@@ -81,11 +81,11 @@ class Keeper:
 
 def run_sights(engine: sa.Engine) -> list[RunSight]:
     """Every run."""
-    kept: dict[int, list[int]] = defaultdict(list)
-    for run_id, step in reader.rows(engine, "SELECT run_id, step FROM checkpoints WHERE rewound_by IS NULL").rows:
-        kept[run_id].append(step)
+    saved: dict[int, list[tuple[int, str]]] = defaultdict(list)
+    for run_id, step, kept in reader.rows(engine, queries.load("retention_checkpoints")).rows:
+        saved[run_id].append((step, kept))
     found = reader.rows(engine, queries.load("retention_runs")).rows
-    return [RunSight(run_id, attempt, last, reader.final_step(config, kept[run_id])) for run_id, attempt, last, config in found]
+    return [RunSight(run_id, attempt, last, reader.final_step(config, saved[run_id])) for run_id, attempt, last, config in found]
 
 
 def sample_sights(engine: sa.Engine, run_id: int, step: int) -> list[SampleSight]:

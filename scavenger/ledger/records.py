@@ -81,12 +81,15 @@ class StepsRewound(Record, frozen=True):
 
 
 class CheckpointRecorded(Record, frozen=True):
+    """`kept`: steps of the checkpoints that the trainer keeps from now on, ascending, as JSON; "" = it did not say (protocol 1 or 2)."""
+
     run_id: int
     step: int
     version: int
     root: bytes
     path: str
     at: float
+    kept: str = ""
 
 
 # ---------------------------------------------------------------- groups and samples
@@ -303,7 +306,7 @@ class ClusterSampled(Record, frozen=True):
 
 
 class Decision(Record, frozen=True):
-    """One decision of a policy with its reason; `inputs` is JSON."""
+    """One decision of a policy with its reason; `inputs` is JSON. `code`: the reason in a word, for reports (`harvest.policy.Code`)."""
 
     policy: str
     action: str
@@ -311,6 +314,7 @@ class Decision(Record, frozen=True):
     reason: str
     inputs: str
     at: float
+    code: str = ""
 
 
 class Event(Record, frozen=True):

@@ -151,7 +151,7 @@ KINDS: dict[type[Record], Kind] = {
         uses="runs", sets="steps.rewound checkpoints.rewound",
     ),
     r.CheckpointRecorded: _kind(
-        _insert(t.checkpoints, **_same(t.checkpoints, "run_id step version root path"), recorded_at=":at"),
+        _insert(t.checkpoints, **_same(t.checkpoints, "run_id step version root path kept"), recorded_at=":at"),
         creates="checkpoints", sets="checkpoints.rewound",
     ),
     r.GroupCreated: _kind(
@@ -274,7 +274,7 @@ KINDS: dict[type[Record], Kind] = {
         creates="cluster_samples",
     ),
     r.Decision: _kind(
-        _insert(t.decisions, **_same(t.decisions, "policy action subject reason inputs at")),
+        _insert(t.decisions, **_same(t.decisions, "policy action subject reason inputs at code")),
         creates="decisions",
     ),
     r.Event: _kind(

@@ -100,12 +100,17 @@ class CommitStep(Message, frozen=True):
 
 
 class RecordCheckpoint(Message, frozen=True):
-    """A checkpoint that covers `step` is complete on disk: what it consumed is final. `root` is its published weights' hash."""
+    """A checkpoint that covers `step` is complete on disk: what it consumed is final. `root` is its published weights' hash.
+
+    `kept`: the steps whose checkpoints are on disk and stay there, `step` among them. One that the trainer is about to delete is not
+    named any more, so this comes before the deletion. None: it does not say, and the ledger goes by `checkpoint.keep` of its configuration.
+    """
 
     step: int
     version: int
     root: bytes
     path: str
+    kept: tuple[Count, ...] | None = None
 
 
 class CloseRun(Message, frozen=True):
