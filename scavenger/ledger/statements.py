@@ -200,7 +200,7 @@ KINDS: dict[type[Record], Kind] = {
         _update(t.samples, "sample_id", lengths, accepted_len=_at_least(t.samples.c.accepted_len, "length")),
         creates="chunks", uses="samples",
     ),
-    # Its statements depend on what the chunks hold: `reduce` runs them. No attempt may be granted in between, no chunk follow.
+    # Its statements depend on what the chunks hold: `compaction` runs them. No attempt may be granted in between, no chunk follow.
     r.ContentsReduced: _kind(uses="samples chunks leases", sets="samples.state runs.attempt"),
     r.SampleFinished: _kind(
         _update(

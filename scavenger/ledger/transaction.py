@@ -23,9 +23,9 @@ import sqlalchemy as sa
 from scavenger.errors import Fenced, LedgerError
 from scavenger.ledger import sets
 from scavenger.ledger.bulk import append_chunks
+from scavenger.ledger.compaction import reduce_contents
 from scavenger.ledger.parameters import tuples
 from scavenger.ledger.records import ChunkAccepted, ContentsReduced, Record
-from scavenger.ledger.reduce import reduce_contents
 from scavenger.ledger.schema import generations
 from scavenger.ledger.statements import KINDS, Statement, arrange, describe
 from scavenger.ledger.store import BEGIN, require_head
