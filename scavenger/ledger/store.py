@@ -65,7 +65,7 @@ def mount_type(path: str, mounts: str) -> str:
     return found
 
 
-def _refuse_network_file_system(directory: Path) -> None:
+def refuse_network_file_system(directory: Path) -> None:
     mounts = Path("/proc/mounts")
     if not mounts.exists():  # not Linux: nothing to read, and no cluster node either
         return
@@ -100,7 +100,7 @@ def _prepare_file(path: Path) -> None:
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _refuse_network_file_system(path.parent)
+        refuse_network_file_system(path.parent)
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         if path.stat().st_mode & 0o077:
             path.chmod(0o600)

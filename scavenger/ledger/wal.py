@@ -22,14 +22,15 @@ SAY_S = 60.0
 
 
 class WalWatch:
-    """Called by the writer after its commits. `nbytes` may be read from any thread."""
+    """Called by the writer after its commits. The figures may be read from any thread: the log's size, and how often a log that was
+    too large could be written back whole, or could not because somebody was reading."""
 
     def __init__(self, engine: sa.Engine, path: Path | None, most_bytes: int = MOST_BYTES) -> None:
         self._engine = engine
         self._file = path.with_name(path.name + "-wal") if path is not None else None
         self._most_bytes = most_bytes
         self._tried_at = self._said_at = float("-inf")
-        self.nbytes = 0
+        self.nbytes = self.written_back = self.blocked = 0
 
     def look(self, now: float) -> None:
         """Measure the log, and try to write it back when it is too large. Raises what the driver raises."""
@@ -64,7 +65,8 @@ class WalWatch:
         try:
             cursor = driver.cursor()
             cursor.execute("PRAGMA busy_timeout=0")
-            cursor.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+            busy, *_ = cursor.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
             cursor.close()
         finally:
             driver.close()
+        self.blocked, self.written_back = self.blocked + bool(busy), self.written_back + (not busy)

@@ -82,7 +82,7 @@ class Writer:
         most_wal_bytes: int = MOST_BYTES,
     ) -> None:
         self.engine: sa.Engine = open_engine(url)
-        self._wal = WalWatch(self.engine, sqlite_file(url), most_wal_bytes)
+        self.wal = WalWatch(self.engine, sqlite_file(url), most_wal_bytes)
         self._identity = (host, pid, code_version)
         self._announced = announced
         self._now = now
@@ -154,7 +154,7 @@ class Writer:
     @property
     def wal_bytes(self) -> int:
         """The size of SQLite's write-ahead log after the last commit; 0 on PostgreSQL."""
-        return self._wal.nbytes
+        return self.wal.nbytes
 
     @property
     def state(self) -> WriterState:
@@ -268,7 +268,7 @@ class Writer:
     def _look_at_wal(self) -> bool:
         """After a commit was acknowledged. False: a sync failed, and no disk that does so is written again."""
         try:
-            self._wal.look(self._now())
+            self.wal.look(self._now())
         except (sa.exc.DBAPIError, sqlite3.Error) as error:
             state = classify(error)
             if state in FINAL:

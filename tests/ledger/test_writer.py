@@ -504,11 +504,13 @@ def test_a_log_that_a_reader_keeps_from_shrinking_is_measured_and_written_back_w
         assert w.states == [], "a reader does not stall the writer"
         assert reader.execute("SELECT count(*) FROM events").fetchone() == (1,), "the reader sees what it saw"
         assert log_file.stat().st_size > 75_000_000
+        assert (w.writer.wal.blocked > 0, w.writer.wal.written_back) == (True, 0)
         reader.execute("COMMIT")
         w.writer.submit(41, [event(41)])
         w.wait_ticket(41)
         assert w.writer.close(drain=True)
         assert w.writer.wal_bytes <= bound
+        assert w.writer.wal.written_back == 1
         *large, small = [entry for entry in told if "log is" in entry["event"]]
         assert large
         assert all(entry["log_level"] == "warning" and entry["nbytes"] > bound for entry in large)
