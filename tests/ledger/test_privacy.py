@@ -33,10 +33,10 @@ from trainer.scoring import Scoring
 
 SECRET = "swordfish"
 #: A judge that quotes all it was given, as many do.
-JUDGE = '''
+JUDGE = """
 def quotes(prompt, answer, meta):
     raise ValueError(f"cannot judge {answer!r} of {prompt!r}, wanted {meta['answer']!r}")
-'''
+"""
 TRAINER, WORKER = 1, 11
 
 
