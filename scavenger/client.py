@@ -226,7 +226,11 @@ class Run:
         self.call(wire.RecordCheckpoint(step, version, root, path, None if kept is None else tuple(sorted(set(kept)))))
 
     def close_run(self, state: str, reason: str = "") -> None:
-        """End the run ("finished" | "failed" | "stopped"): harvested engines leave at once."""
+        """End the run ("finished" | "failed" | "stopped"): harvested engines leave at once.
+
+        `reason`, as those of outcomes, is shown by the ledger's reports to people who may not see prompts and answers: give it
+        `errors.told(error)` rather than an error's own words.
+        """
         self._closing = True
         self.call(wire.CloseRun(state, wire.words(reason)))
 

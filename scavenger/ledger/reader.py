@@ -18,7 +18,8 @@ import sqlalchemy as sa
 from scavenger.errors import LedgerError, LedgerUnavailable
 from scavenger.ledger import queries
 from scavenger.ledger import records as r
-from scavenger.ledger.faults import FINAL, REMEDIES, classify, explain
+from scavenger.ledger.faults import FINAL, REMEDIES, classify, explain, overran
+from scavenger.ledger.store import MAINTENANCE_S, READER_S
 from scavenger.wire import unpack_logprobs, unpack_tokens
 
 Piece = tuple[int, bytes, bytes, bytes]  # start_len, tokens, logprobs, raw_logprobs
@@ -116,6 +117,7 @@ def join_chunks(sample_id: int, pieces: Iterable[Piece], length: int) -> Payload
 
 #: Samples named in one statement: SQLite takes 32,766 parameters at most, and a long list is slow to parse.
 _MOST_NAMED = 500
+_OVERRAN = f"readers are ended after {READER_S:g} s ({MAINTENANCE_S:g} s in a check), for the daemon's sake: ask for less, or export it"
 _RESTORE = "run `scavenger ledger check`, and restore the last backup if it finds more"
 
 
@@ -151,6 +153,8 @@ def _reading(engine: sa.Engine) -> Iterator[sa.Connection]:
     except sa.exc.DBAPIError as error:
         state = classify(error)
         why = f"the ledger cannot be read: {explain(error)}"
+        if overran(error):
+            raise LedgerUnavailable(why, _OVERRAN) from error
         raise LedgerError(why) if state in FINAL else LedgerUnavailable(why, REMEDIES[state]) from error
 
 
