@@ -140,12 +140,23 @@ class PayloadStore:
         kept = self._kept.get(sample_id)
         return length == 0 or (kept is not None and kept.start == 0 and kept.end >= length)
 
+    def has_all(self, parts: Iterable[Lease | DoneSample], lengths: Iterable[int]) -> bool:
+        """`has` of many: the first `lengths[i]` tokens of the i-th part's sample."""
+        get = self._kept.get
+        for part, n in zip(parts, lengths, strict=True):
+            if n and ((kept := get(part.sample_id)) is None or kept.start or len(kept.tokens) < 4 * n):
+                return False
+        return True
+
     def tokens(self, sample_id: int, length: int) -> bytes | None:
         """The first `length` token ids, packed; None unless they are in memory."""
         kept = self._kept.get(sample_id)
-        if kept is None or kept.start or len(kept.tokens) < 4 * length:
+        if kept is None or kept.start:
             return None
-        return bytes(kept.tokens) if len(kept.tokens) == 4 * length else bytes(kept.tokens[: 4 * length])
+        tokens, nbytes = kept.tokens, 4 * length
+        if len(tokens) == nbytes:
+            return bytes(tokens)
+        return bytes(tokens[:nbytes]) if len(tokens) > nbytes else None
 
     def take(self, sample_id: int, length: int) -> Payload:
         """The first `length` tokens. Raises `ColdPayload` unless `has` says so."""
@@ -226,9 +237,10 @@ Filled = Assign | GroupDone
 
 def missing(message: Filled, lengths: Sequence[int], store: PayloadStore) -> dict[int, int]:
     """Sample -> how many of its first tokens the message needs, where these are not in memory."""
-    has = store.has
     parts: Sequence[Lease | DoneSample] = message.leases if isinstance(message, Assign) else message.samples
-    return {part.sample_id: n for part, n in zip(parts, lengths, strict=True) if n and not has(part.sample_id, n)}
+    if store.has_all(parts, lengths):
+        return {}
+    return {part.sample_id: n for part, n in zip(parts, lengths, strict=True) if not store.has(part.sample_id, n)}
 
 
 def needed(message: Filled, lengths: Sequence[int]) -> dict[int, int]:
@@ -240,10 +252,11 @@ def needed(message: Filled, lengths: Sequence[int]) -> dict[int, int]:
 def fill_leases(message: Assign, lengths: Sequence[int], store: PayloadStore) -> list[Lease]:
     """The leases with their accepted tokens. One whose tokens are not in memory is left out: its sample was forgotten."""
     made: list[Lease] = []
+    tokens_of = store.tokens
     for x, n in zip(message.leases, lengths, strict=True):
         if not n:
             made.append(x)
-        elif (tokens := store.tokens(x.sample_id, n)) is not None:
+        elif (tokens := tokens_of(x.sample_id, n)) is not None:
             made.append(Lease(x.sample_id, x.epoch, x.version, x.prompt, tokens, x.sampling, x.seed, x.key))
     return made
 

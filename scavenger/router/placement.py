@@ -11,12 +11,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
+from typing import NamedTuple
 
 Slot = tuple[float, int, int, int, str]  # share taken, worker id, leases, max_batch, node
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
+class Waiting(NamedTuple):
     """A sample that waits. `avoid`: nodes where engines failed on it."""
 
     sample_id: int

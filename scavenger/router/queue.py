@@ -36,7 +36,11 @@ class Queue:
 
     def add(self, sample: Sample) -> None:
         self._samples[sample.id] = sample
-        self._fresh.setdefault(sample.group.version, []).append(_key(sample))
+        version = sample.group.version
+        fresh = self._fresh.get(version)
+        if fresh is None:
+            fresh = self._fresh[version] = []
+        fresh.append(_key(sample))
 
     def discard(self, sample: Sample) -> None:
         """Take a sample out; does nothing when it does not wait."""

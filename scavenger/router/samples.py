@@ -160,11 +160,12 @@ def finish(core: Core, sample: Sample, reason: str) -> None:
 
 
 def _end_lease(core: Core, sample: Sample, reason: str, regenerated: int) -> None:
-    worker = core.workers.get(sample.worker_id)
-    run = sample.group.run
-    run.leased[sample.lease_version] -= 1
-    if not run.leased[sample.lease_version]:
-        del run.leased[sample.lease_version]
+    worker, leased, version = core.workers.get(sample.worker_id), sample.group.run.leased, sample.lease_version
+    left = leased[version] - 1
+    if left:
+        leased[version] = left
+    else:
+        del leased[version]
     if worker is not None:
         worker.leases.pop(sample.id, None)
         if not worker.leases:
@@ -179,9 +180,11 @@ def lost_tokens(core: Core, sample: Sample) -> int:
     What a killed worker had generated since its last flush cannot be known; a flush interval holds no more than the largest flush of this
     lease did, at a steady rate.
     """
-    unheard = min(sample.reported, sample.group.sampling.max_tokens) - sample.accepted
-    flush = min(sample.largest_flush, core.limits.flush_tokens)
-    return unheard if unheard > flush else flush
+    flush, most = sample.largest_flush, core.limits.flush_tokens
+    if flush > most:
+        flush = most
+    unheard = sample.reported - sample.accepted
+    return flush if unheard <= flush else max(flush, min(sample.reported, sample.group.sampling.max_tokens) - sample.accepted)
 
 
 def release(core: Core, sample: Sample, reason: str, *, regenerated: int = 0, crashed: bool = False) -> None:
@@ -321,10 +324,16 @@ def placements(core: Core, run: Run) -> list[tuple[int, int]]:
 def place_queued(core: Core, run: Run) -> None:
     """Lease queued samples of the run's target version to workers with free slots. A lease is sent once it is durable."""
     batches: dict[int, list[tuple[Lease, int]]] = {}
+    samples, workers = core.samples, core.workers
     placed = placements(core, run)
-    run.queue.discard_all([core.samples[sample_id] for sample_id, _ in placed])
+    run.queue.discard_all([samples[sample_id] for sample_id, _ in placed])
     for sample_id, worker_id in placed:
-        batches.setdefault(worker_id, []).append(_grant(core, core.samples[sample_id], core.workers[worker_id]))
+        granted = _grant(core, samples[sample_id], workers[worker_id])
+        batch = batches.get(worker_id)
+        if batch is None:
+            batches[worker_id] = [granted]
+        else:
+            batch.append(granted)
     for worker_id, leases in batches.items():
         for part in _in_messages(leases):
             core.send_filled(core.workers[worker_id].conn, Assign(tuple(x for x, _ in part)), tuple(n for _, n in part))

@@ -47,8 +47,7 @@ TRANSITIONS: dict[tuple[SampleStatus, str], SampleStatus] = {
     (SampleStatus.UNCONFIRMED, "abandon"): SampleStatus.ENDED,
     (SampleStatus.COMPLETE, "abandon"): SampleStatus.ENDED,
 }
-#: From one open state to another: a sample that takes one is not done, before and after. A lost fleet's samples take two each.
-_OPEN_STEPS = frozenset({"lease", "release", "confirm"})
+_OPEN = frozenset({SampleStatus.QUEUED, SampleStatus.LEASED, SampleStatus.UNCONFIRMED})
 
 
 class WorkerStatus(StrEnum):
@@ -93,7 +92,7 @@ class Sample:
         if target is None:
             raise IllegalTransition(f"sample {self.id} is {self.status} and cannot {step}")
         group = self.group
-        if step in _OPEN_STEPS:
+        if target in _OPEN:  # and so was where it came from: what is done is not opened again
             self.status = target
         else:
             before = self.done
