@@ -160,16 +160,17 @@ def finish(core: Core, sample: Sample, reason: str) -> None:
 
 
 def _end_lease(core: Core, sample: Sample, reason: str, regenerated: int) -> None:
-    worker = core.workers.get(sample.worker_id)
-    run = sample.group.run
-    run.leased[sample.lease_version] -= 1
-    if not run.leased[sample.lease_version]:
-        del run.leased[sample.lease_version]
+    worker, leased, version = core.workers.get(sample.worker_id), sample.group.run.leased, sample.lease_version
+    left = leased[version] - 1
+    if left:
+        leased[version] = left
+    else:
+        del leased[version]
     if worker is not None:
         worker.leases.pop(sample.id, None)
         if not worker.leases:
             worker.idle_since = core.now
-    core.record(rec.LeaseEnded(sample.id, sample.epoch, reason, sample.accepted, regenerated, core.now))
+    core.record_end(rec.LeaseEnded(sample.id, sample.epoch, reason, sample.accepted, regenerated, core.now))
     sample.worker_id = 0
 
 
@@ -179,8 +180,11 @@ def lost_tokens(core: Core, sample: Sample) -> int:
     What a killed worker had generated since its last flush cannot be known; a flush interval holds no more than the largest flush of this
     lease did, at a steady rate.
     """
-    reported = min(sample.reported, sample.group.sampling.max_tokens)
-    return max(reported - sample.accepted, min(sample.largest_flush, core.limits.flush_tokens), 0)
+    flush, most = sample.largest_flush, core.limits.flush_tokens
+    if flush > most:
+        flush = most
+    unheard = sample.reported - sample.accepted
+    return flush if unheard <= flush else max(flush, min(sample.reported, sample.group.sampling.max_tokens) - sample.accepted)
 
 
 def release(core: Core, sample: Sample, reason: str, *, regenerated: int = 0, crashed: bool = False) -> None:
@@ -320,10 +324,16 @@ def placements(core: Core, run: Run) -> list[tuple[int, int]]:
 def place_queued(core: Core, run: Run) -> None:
     """Lease queued samples of the run's target version to workers with free slots. A lease is sent once it is durable."""
     batches: dict[int, list[tuple[Lease, int]]] = {}
-    for sample_id, worker_id in placements(core, run):
-        sample = core.samples[sample_id]
-        run.queue.discard(sample)
-        batches.setdefault(worker_id, []).append(_grant(core, sample, core.workers[worker_id]))
+    samples, workers = core.samples, core.workers
+    placed = placements(core, run)
+    run.queue.discard_all([samples[sample_id] for sample_id, _ in placed])
+    for sample_id, worker_id in placed:
+        granted = _grant(core, samples[sample_id], workers[worker_id])
+        batch = batches.get(worker_id)
+        if batch is None:
+            batches[worker_id] = [granted]
+        else:
+            batch.append(granted)
     for worker_id, leases in batches.items():
         for part in _in_messages(leases):
             core.send_filled(core.workers[worker_id].conn, Assign(tuple(x for x, _ in part)), tuple(n for _, n in part))
@@ -347,22 +357,21 @@ def _in_messages(leases: list[tuple[Lease, int]]) -> Iterator[list[tuple[Lease, 
 def _grant(core: Core, sample: Sample, worker: Worker) -> tuple[Lease, int]:
     """The lease, and how many accepted tokens go with it."""
     sample.step("lease")
-    sample.epoch += 1
-    sample.moves += sample.accepted > 0
+    group, accepted, now = sample.group, sample.accepted, core.now
+    run, version = group.run, group.version
+    sample.epoch = epoch = sample.epoch + 1
+    sample.moves += accepted > 0
     sample.worker_id = sample.last_worker_id = worker.id
-    sample.lease_version, sample.lease_offset = sample.group.version, sample.accepted
-    sample.leased_at = sample.chunk_at = core.now
+    sample.lease_version, sample.lease_offset = version, accepted
+    sample.leased_at = sample.chunk_at = now
     sample.largest_flush = 0
-    sample.reported = sample.accepted
+    sample.reported = accepted
     worker.leases[sample.id] = sample
-    run = sample.group.run
-    run.leased[sample.lease_version] = run.leased.get(sample.lease_version, 0) + 1
+    run.leased[version] = run.leased.get(version, 0) + 1
     sample.assigned_at = None
     core.lease_granted(sample)
-    core.record(rec.LeaseGranted(sample.id, sample.epoch, worker.id, sample.lease_version, sample.accepted, core.now))
-    group = sample.group
-    lease = Lease(sample.id, sample.epoch, sample.lease_version, group.prompt, b"", group.sampling, group.run.seed, sample.key)
-    return lease, sample.accepted
+    core.record_grant(rec.LeaseGranted(sample.id, epoch, worker.id, version, accepted, now))
+    return Lease(sample.id, epoch, version, group.prompt, b"", group.sampling, run.seed, sample.key), accepted
 
 
 def target_version(run: Run) -> int:

@@ -134,6 +134,22 @@ class LeaseEnded(Record, frozen=True):
     at: float
 
 
+class LeaseMoved(Record, frozen=True):
+    """A lease's end and, in the same event, the grant of the next one: `epoch` ended with `length` tokens, `epoch + 1` goes on from there.
+
+    `worker_id`: who has it now. It says what `LeaseEnded` and `LeaseGranted` say, for less work: a lost fleet's samples move at once.
+    """
+
+    sample_id: int
+    epoch: int
+    reason: str
+    length: int
+    regenerated: int
+    worker_id: int
+    version: int
+    at: float
+
+
 class ChunkAccepted(Record, frozen=True):
     sample_id: int
     epoch: int
