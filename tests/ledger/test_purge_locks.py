@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import sqlalchemy as sa
-from scavenger.ledger.reduce import reduce_contents
+from scavenger.ledger.compaction import reduce_contents
 
 from scavenger.ledger import purge, store
 from scavenger.ledger import records as r
