@@ -18,7 +18,7 @@ from typing import Any
 
 import structlog
 
-from scavenger import __version__, keys, ownership
+from scavenger import __version__, interpreter, keys, ownership
 from scavenger.cluster.port import Cluster
 from scavenger.config import DaemonConfig
 from scavenger.errors import AuthError, Fenced, LedgerError
@@ -89,6 +89,7 @@ class Daemon:
                 harvester.restore(snapshot.jobs)
             port = server.bind(self.config.daemon.listen, self.config.daemon.port)
             server.perform(router.restore(snapshot, self.clock()))
+            interpreter.tune()
             self._tell_history(server, generation)
             await self._announce(server, pair.public, port, generation)
             await self._serve(server, harvester, self._keeper(server, writer))
