@@ -19,7 +19,7 @@ from typing import Any
 
 import structlog
 
-from scavenger import __version__, keys, ownership
+from scavenger import __version__, interpreter, keys, ownership
 from scavenger.cluster.port import Cluster
 from scavenger.config import DaemonConfig
 from scavenger.errors import AuthError, Fenced, LedgerError
@@ -91,6 +91,7 @@ class Daemon:
                 harvester.restore(snapshot.jobs)
             port = server.bind(self.config.daemon.listen, self.config.daemon.port)
             server.perform(router.restore(snapshot, self.clock()))
+            interpreter.tune()
             self._tell_history(server, generation)
             await self._announce(server, pair.public, port, generation)
             look = functools.partial(self._status, server, writer, payloads, self.clock())

@@ -259,6 +259,7 @@ def forget(core: Core, group: Group) -> None:
     for sample in group.samples:
         core.samples.pop(sample.id, None)
         core.payloads.drop(sample.id)
+    group.samples.clear()  # they name each other: freed now, and not when the collector stops the daemon to look for them
     core.groups.pop(group.id, None)
     if group.run.by_key.get(group.key) is group:
         del group.run.by_key[group.key]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket as sockets
-import sys
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -57,9 +56,6 @@ PEER_QUEUE = 4000
 MAX_BACKLOG_BYTES = 256 * 1024 * 1024
 #: Events handled before the loop lets others run.
 BATCH = 64
-#: How long a busy thread keeps the interpreter from another one that waits for it. With Python's 5 ms a commit, which takes the lock
-#: again after each of its statements, stands still for most of its time while this loop is busy, and so do the leases that wait for it.
-SWITCH_S = 0.0005
 #: How often connections are looked through, and the silence after which one that serves nobody is forgotten.
 SWEEP_S = 60.0
 FORGET_S = 3600.0
@@ -149,7 +145,6 @@ class Server:
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until `stop` is set."""
         assert self._socket is not None
-        sys.setswitchinterval(SWITCH_S)
         loop = asyncio.get_running_loop()
         descriptor = int(self._socket.getsockopt(zmq.FD))
         loop.add_reader(descriptor, self._drain)

@@ -119,8 +119,8 @@ def moved_at_once() -> list[r.Record]:
         group(60, 61, 1, 2, 3),
         r.LeaseGranted(61, 1, 1, 3, 0, T0 + 23),
         r.LeaseMoved(61, 1, "node lost", 0, 1, 2, 3, T0 + 23.5),
-        r.LeaseEnded(61, 2, "superseded", 0, 0, T0 + 24),
-        r.SampleEnded(61, "superseded", "the run is over", 0, 0, None, None, T0 + 24),
+        r.LeaseEnded(61, 2, "surplus", 0, 0, T0 + 24),
+        r.SampleEnded(61, "surplus", "the run is over", 0, 0, None, None, T0 + 24),
     ]
 
 
