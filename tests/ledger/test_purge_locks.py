@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import sqlalchemy as sa
-from scavenger.ledger.compaction import reduce_contents
 
 from scavenger.ledger import purge, store
 from scavenger.ledger import records as r
+from scavenger.ledger.compaction import reduce_contents
 from scavenger.ledger.reports import check
 from scavenger.ledger.transaction import open_connection
 from tests.ledger.conftest import new_database
