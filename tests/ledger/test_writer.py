@@ -520,10 +520,26 @@ def test_a_log_that_a_reader_keeps_from_shrinking_is_measured_and_written_back_w
     assert subjects(sqlite_url) == list(range(42))
 
 
+def test_the_log_is_written_back_by_the_watch_and_not_within_a_commit(sqlite_url: str, tmp_path: Path) -> None:
+    upgrade(sqlite_url)
+    log_file = tmp_path / "state" / "ledger.sqlite3-wal"
+    sizes = {}
+    for checkpoint_bytes in (10**9, 2_000_000):
+        with witness(sqlite_url, checkpoint_bytes=checkpoint_bytes) as w:
+            for ticket in range(25):
+                w.writer.submit(ticket, [event(ticket, 2_000_000)])
+                w.wait_ticket(ticket)
+            assert w.writer.close(drain=False)
+            sizes[checkpoint_bytes] = w.writer.wal_bytes
+        assert not log_file.exists() or log_file.stat().st_size == 0, "the last connection closed it"
+    assert sizes[10**9] > 45_000_000, "SQLite alone would have written it back at 32 MB"
+    assert sizes[2_000_000] < 10_000_000
+
+
 def test_a_sync_that_fails_while_the_log_is_written_back_ends_the_writer(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     upgrade(sqlite_url)
 
-    def broken(watch: object) -> None:
+    def broken(watch: object, how: str) -> None:
         error = sqlite3.OperationalError("disk I/O error")
         error.sqlite_errorcode = sqlite3.SQLITE_IOERR_FSYNC
         raise error
