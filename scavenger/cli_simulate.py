@@ -1,0 +1,268 @@
+"""The `scavenger simulate` commands: argument parsing and printing. Each calls one function of the part that does the work.
+
+`scavenger simulate ...` without a command of its own is `scavenger simulate site ...`: the question that a site asks.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime, tzinfo
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from scavenger.cli_options import DEFAULT_CONFIG, ConfigOption
+from scavenger.errors import ConfigError
+from scavenger.simulate.sacct import COMMAND, NODES_COMMAND
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rich.console import Console
+
+    from scavenger.config import DaemonConfig
+    from scavenger.simulate.survey import Observed, Question
+    from scavenger.simulate.survey_text import Row
+
+DEFAULT_COMMAND = "site"
+HELP = f"""What would idle GPUs give here, and what would others notice? Reads only.
+
+From the site's accounting, as a user who may see all jobs. Make the dump with
+
+\b
+{COMMAND}
+{NODES_COMMAND}
+
+and ask with
+
+\b
+scavenger simulate --sacct dump.txt --nodes nodes.txt --model Qwen3-8B --gpu H100
+
+or look at the cluster as it is now (`--live`), or at a trace (`--trace`). Constants of an engine come from measurements:
+`scavenger simulate calibrate --help`.
+"""
+
+
+class SiteByDefault(TyperGroup):
+    """A group whose options and files, given without a command, are those of its default command."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        if not args or args[0] not in self.commands:
+            args = [DEFAULT_COMMAND, *args]
+        return super().parse_args(ctx, args)
+
+
+class PlainHelp(TyperCommand):
+    """Help without boxes: commands in it stay whole lines, to be copied."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **(kwargs | {"rich_markup_mode": None}))
+
+
+app = typer.Typer(cls=SiteByDefault, rich_markup_mode=None, help="What idle GPUs would give: from accounting, live, or a trace.")
+
+Model = Annotated[str, typer.Option("--model", help="the model that engines would serve: Qwen3-8B, Qwen3-14B or Qwen3-32B")]
+Gpu = Annotated[str, typer.Option("--gpu", help="the GPU: H100, H200 or A100")]
+Gpus = Annotated[int, typer.Option("--gpus-per-engine", min=1, help="GPUs of one engine, on one node")]
+
+
+@app.command(DEFAULT_COMMAND, cls=PlainHelp, help=HELP, no_args_is_help=True)
+def site_command(
+    sacct: Annotated[Path | None, typer.Option("--sacct", help="the dump of accounting; .gz is read too")] = None,
+    nodes: Annotated[Path | None, typer.Option("--nodes", help="the nodes, for those that were always idle")] = None,
+    live: Annotated[bool, typer.Option("--live", help="one look at the cluster that this host belongs to; changes nothing")] = False,
+    trace: Annotated[Path | None, typer.Option("--trace", help="a trace of idle GPUs, jobs or spot instances (docs/simulate.md)")] = None,
+    source: Annotated[str, typer.Option("--source", help="of a spot trace: which instances")] = "",
+    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", min=1, help="of a trace: GPUs of a node or instance")] = 8,
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option("--ignore-partition", help="its jobs' GPUs count as idle, as an existing harvest partition's do; repeatable"),
+    ] = None,
+    model: Model = "Qwen3-8B",
+    gpu: Gpu = "H100",
+    gpus: Gpus = 1,
+    engines: Annotated[int | None, typer.Option("--engines", min=1, help="engines at most; default: as many as fit")] = None,
+    cold_start_s: Annotated[float | None, typer.Option("--cold-start", min=0, help="s until an engine works; default: by model")] = None,
+    notice_s: Annotated[float, typer.Option("--notice", min=0, help="s until the daemon sees an idle GPU (cluster.observe_s)")] = 60.0,
+    grace_s: Annotated[float, typer.Option("--grace", min=0, help="the harvest partition's GraceTime, s")] = 0.0,
+    kill_wait_s: Annotated[float, typer.Option("--kill-wait", min=0, help="slurm.conf's KillWait, s")] = 30.0,
+    message_timeout_s: Annotated[float, typer.Option("--message-timeout", min=0, help="slurm.conf's MessageTimeout, s")] = 10.0,
+    sched_interval_s: Annotated[float, typer.Option("--sched-interval", min=0, help="SchedulerParameters' sched_interval, s")] = 60.0,
+    timezone: Annotated[str, typer.Option("--timezone", help="for the hours of the day, as Europe/Berlin; default: this host's")] = "",
+    partition: Annotated[str, typer.Option("--partition", help="with --live: the harvest partition, existing or planned")] = "",
+    html: Annotated[Path | None, typer.Option("--html", help="write the report here too, one self-contained page")] = None,
+    config_path: ConfigOption = DEFAULT_CONFIG,
+) -> None:
+    if sum((sacct is not None, live, trace is not None)) != 1:
+        raise typer.BadParameter("give one of --sacct, --live and --trace")
+    if live:
+        if html is not None:
+            raise typer.BadParameter("--live has no report: one look is no series")
+        _look(config_path, partition, gpus, engines, sched_interval_s)
+        return
+    from scavenger.simulate import presets
+    from scavenger.simulate.survey import Question
+    from scavenger.simulate.survey_waits import Timing
+
+    spec = presets.engine(model, gpu, gpus)
+    timing = Timing(grace_s, kill_wait_s, message_timeout_s, sched_interval_s)
+    cold_s = presets.COLD_CACHE.mean_s(spec.model.weight_bytes) if cold_start_s is None else cold_start_s
+    observed = _observed(sacct, nodes, ignore or [], trace, source, gpus_per_node)
+    _survey(observed, Question(spec, cold_s, notice_s, engines, timing, _zone(timezone, observed.since)), html)
+
+
+def _observed(sacct: Path | None, nodes: Path | None, ignore: list[str], trace: Path | None, source: str, gpus_per_node: int) -> Observed:
+    from scavenger.simulate import survey_sources
+    from scavenger.simulate.engine import Streams
+
+    if sacct is not None:
+        return survey_sources.read_sacct(sacct, nodes, ignore, time.time())
+    assert trace is not None  # one of the two was given
+    if nodes is not None or ignore:
+        raise typer.BadParameter("--nodes and --ignore-partition go with --sacct")
+    return survey_sources.read_trace(trace, gpus_per_node, source, Streams(0))
+
+
+def _survey(observed: Observed, question: Question, html: Path | None) -> None:
+    from scavenger.simulate import survey_report, survey_text
+    from scavenger.simulate.report import html as page
+    from scavenger.simulate.survey import survey
+
+    found = survey(observed, question)
+    console = _console()
+    console.print(survey_text.title(observed, question), style="bold")
+    _print_rows(console, survey_text.rows(found, None))
+    _print_hours(console, survey_text.hours(found.by_hour))
+    for note in survey_text.notes(found):
+        console.print(f"note: {note}", markup=False)
+    if html is not None:
+        _write(html, page(survey_report.of_survey(found, None)))
+        console.print(f"wrote {html}", markup=False)
+
+
+def _look(config_path: Path, partition: str, gpus: int, engines: int | None, sched_interval_s: float) -> None:
+    from scavenger.cluster import choose
+    from scavenger.harvest.health import Health
+    from scavenger.harvest.limits import limits_of, rules_of
+    from scavenger.simulate import live, live_text
+
+    settings = _settings(config_path, partition)
+    cluster = choose.backend(settings)
+    try:
+        info, view = cluster.info(), cluster.view()
+    finally:
+        cluster.close()
+    now = time.time()
+    limits = limits_of(settings, Health(rules_of(settings, "", info.user).health), 0.0, now)
+    wish = live.Wish(gpus, engines, sched_interval_s)
+    found = live.look(view, info, wish, limits, now, settings.harvest.qos)
+    console = _console()
+    seen = datetime.fromtimestamp(view.observed_at).astimezone()
+    console.print(f"{found.cluster}, {seen:%Y-%m-%d %H:%M:%S %Z}", style="bold", markup=False)
+    _print_rows(console, live_text.rows(found, wish))
+    for note in live_text.notes(found):
+        console.print(f"note: {note}", markup=False, soft_wrap=True)
+
+
+def _settings(path: Path, partition: str) -> DaemonConfig:
+    """The daemon's configuration; where there is none yet, its defaults. `partition` goes before the file's."""
+    from scavenger import config
+
+    if path == DEFAULT_CONFIG and not path.exists():
+        settings = config.DaemonConfig(daemon=config.DaemonSection(state_dir=Path()))
+    else:
+        settings = config.read_daemon(path)
+    if not partition:
+        return settings
+    return settings.model_copy(update={"harvest": settings.harvest.model_copy(update={"partition": partition})})
+
+
+@app.command("calibrate", no_args_is_help=True)
+def calibrate_command(
+    points: Annotated[Path, typer.Argument(help='JSON: [{"batch": 8, "context": 2048, "tokens_per_s": 900}, ...]')],
+    model: Model,
+    gpu: Gpu,
+    gpus: Gpus = 1,
+    out: Annotated[Path | None, typer.Option("--out", help="write the constants here, as TOML")] = None,
+) -> None:
+    """Fit an engine's constants to measured tokens a second over batch and context."""
+    from scavenger.simulate import calibrate, calibrate_text, constants, presets
+
+    spec = presets.engine(model, gpu, gpus)
+    fit = calibrate.fit(spec, calibrate.read(points))
+    console = _console()
+    title, columns, cells = calibrate_text.residuals(spec, fit)
+    console.print(title, style="bold", markup=False)
+    _print_rows(console, calibrate_text.rows(spec, fit))
+    _print_table(console, columns, cells)
+    for note in fit.notes:
+        console.print(f"note: {note}", markup=False)
+    if out is not None:
+        _write(out, constants.dump(spec, fit))
+        console.print(f"wrote {out}", markup=False)
+
+
+def _zone(name: str, since: float | None) -> tzinfo:
+    """The zone of this name; without one this host's offset from UTC when the dump begins; UTC for a trace without dates."""
+    from datetime import UTC
+    from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
+
+    if not name:
+        local = None if since is None else datetime.fromtimestamp(since).astimezone().tzinfo
+        return local or UTC
+    try:
+        return ZoneInfo(name)
+    except (ZoneInfoNotFoundError, ValueError) as error:
+        raise ConfigError(f"no time zone {name!r} is known here", "give one as Europe/Berlin, or install tzdata") from error
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+def _print_rows(console: Console, rows: Iterable[Row]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=False, max_width=30)
+    table.add_column(style="bold", justify="left", max_width=22)
+    table.add_column(style="dim", overflow="fold")
+    for row in rows:
+        table.add_row(Text(row.name), Text(row.value), Text(row.meaning))
+    console.print(table)
+
+
+def _print_hours(console: Console, hours: Iterable[tuple[str, str, str, str]]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("hour", no_wrap=True)
+    table.add_column("engines at work", no_wrap=True)
+    table.add_column("mean", justify="right", no_wrap=True)
+    table.add_column("90 % of the time at least", justify="right")
+    for hour, bar, mean, mostly in hours:
+        table.add_row(hour, bar, mean, mostly)
+    console.print(table)
+
+
+def _print_table(console: Console, columns: Iterable[str], cells: Iterable[Iterable[str]]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in cells:
+        table.add_row(*row)
+    console.print(table)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}", "give a path in a folder that exists and is yours") from error
