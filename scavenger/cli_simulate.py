@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from datetime import datetime, tzinfo
 from pathlib import Path
@@ -50,7 +51,7 @@ class SiteByDefault(TyperGroup):
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         if not args or args[0] not in self.commands:
-            args = [DEFAULT_COMMAND, *args]
+            args = [DEFAULT_COMMAND, *(args or ["--help"])]
         return super().parse_args(ctx, args)
 
 
@@ -68,7 +69,7 @@ Gpu = Annotated[str, typer.Option("--gpu", help="the GPU: H100, H200 or A100")]
 Gpus = Annotated[int, typer.Option("--gpus-per-engine", min=1, help="GPUs of one engine, on one node")]
 
 
-@app.command(DEFAULT_COMMAND, cls=PlainHelp, help=HELP, no_args_is_help=True)
+@app.command(DEFAULT_COMMAND, cls=PlainHelp, help=HELP)
 def site_command(
     sacct: Annotated[Path | None, typer.Option("--sacct", help="the dump of accounting; .gz is read too")] = None,
     nodes: Annotated[Path | None, typer.Option("--nodes", help="the nodes, for those that were always idle")] = None,
@@ -148,6 +149,7 @@ def _look(config_path: Path, partition: str, gpus: int, engines: int | None, sch
     from scavenger.harvest.limits import limits_of, rules_of
     from scavenger.simulate import live, live_text
 
+    _log_warnings_only()
     settings = _settings(config_path, partition)
     cluster = choose.backend(settings)
     try:
@@ -162,18 +164,32 @@ def _look(config_path: Path, partition: str, gpus: int, engines: int | None, sch
     seen = datetime.fromtimestamp(view.observed_at).astimezone()
     console.print(f"{found.cluster}, {seen:%Y-%m-%d %H:%M:%S %Z}", style="bold", markup=False)
     _print_rows(console, live_text.rows(found, wish))
-    for note in live_text.notes(found):
+    for note in live_text.notes(found, _configured(config_path)):
         console.print(f"note: {note}", markup=False, soft_wrap=True)
+
+
+def _configured(path: Path) -> bool:
+    """Whether there is a configuration, or should be one: a path that was given must exist."""
+    return path != DEFAULT_CONFIG or path.exists()
+
+
+def _log_warnings_only() -> None:
+    import logging
+
+    import structlog
+
+    level = structlog.make_filtering_bound_logger(logging.WARNING)
+    structlog.configure(wrapper_class=level, logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 
 
 def _settings(path: Path, partition: str) -> DaemonConfig:
     """The daemon's configuration; where there is none yet, its defaults. `partition` goes before the file's."""
     from scavenger import config
 
-    if path == DEFAULT_CONFIG and not path.exists():
-        settings = config.DaemonConfig(daemon=config.DaemonSection(state_dir=Path()))
-    else:
+    if _configured(path):
         settings = config.read_daemon(path)
+    else:
+        settings = config.DaemonConfig(daemon=config.DaemonSection(state_dir=Path()))
     if not partition:
         return settings
     return settings.model_copy(update={"harvest": settings.harvest.model_copy(update={"partition": partition})})
@@ -230,7 +246,7 @@ def _print_rows(console: Console, rows: Iterable[Row]) -> None:
 
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=False, max_width=30)
-    table.add_column(style="bold", justify="left", max_width=22)
+    table.add_column(style="bold", justify="left", max_width=26)
     table.add_column(style="dim", overflow="fold")
     for row in rows:
         table.add_row(Text(row.name), Text(row.value), Text(row.meaning))

@@ -30,20 +30,15 @@ def _y(value: float, high: float) -> float:
     return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * value / max(high, 1e-9)
 
 
-def _ticks(high: float, count: int = 4) -> list[float]:
-    return [high * i / count for i in range(count + 1)]
-
-
 def _frame(body: str, low: float, high: float, top: float, x_label: str, y_label: str) -> str:
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(y_label)} over {escape(x_label)}">']
-    for tick in _ticks(top):
+    for tick in nice_ticks(top):
         y = _y(tick, top)
-        label = f"{tick:.2f}" if top <= 2 else f"{tick:,.0f}"
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
-    for i in range(6):
-        value = low + (high - low) * i / 5
-        parts.append(f'<text x="{_x(value, low, high):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{value:,.0f}</text>')
+        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{number(tick)}</text>')
+    for tick in nice_ticks(high, 8):
+        if tick >= low:
+            parts.append(f'<text x="{_x(tick, low, high):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{number(tick)}</text>')
     parts.append(body)
     parts.append(f'<text x="{WIDTH / 2}" y="{HEIGHT - 4}" text-anchor="middle">{escape(x_label)}</text></svg>')
     return "".join(parts)

@@ -10,9 +10,10 @@ from scavenger.simulate.survey_text import Row
 def rows(spec: EngineSpec, fit: Fit) -> tuple[Row, ...]:
     """The three fitted constants, beside the uncalibrated ones, and how well they do."""
     old, new = spec.efficiency, fit.efficiency
+    bandwidth, compute = _origin(old.bandwidth, new.bandwidth), _origin(old.decode_compute, new.decode_compute)
     return (
-        Row("memory bandwidth", f"{new.bandwidth:.1%} of the peak", f"{old.bandwidth:.0%} was assumed; the peak is the datasheet's"),
-        Row("compute when decoding", f"{new.decode_compute:.1%} of the peak", f"{old.decode_compute:.0%} was assumed"),
+        Row("memory bandwidth", f"{new.bandwidth:.1%} of the peak", f"{bandwidth}; the peak is the datasheet's"),
+        Row("compute when decoding", f"{new.decode_compute:.1%} of the peak", compute),
         Row("overhead of a step", f"{new.overhead_s * 1e3:.3f} ms", f"{old.overhead_s * 1e3:g} ms was assumed"),
         Row(
             "error of step times",
@@ -20,6 +21,10 @@ def rows(spec: EngineSpec, fit: Fit) -> tuple[Row, ...]:
             f"root mean square of {len(fit.residuals)} points; the worst: {fit.worst_error:.1%}",
         ),
     )
+
+
+def _origin(old: float, new: float) -> str:
+    return "as assumed: the points do not tell" if new == old else f"{old:.0%} was assumed"
 
 
 def residuals(spec: EngineSpec, fit: Fit) -> tuple[str, tuple[str, ...], tuple[tuple[str, ...], ...]]:

@@ -81,7 +81,7 @@ def look(view: ClusterView, info: ClusterInfo, wish: Wish, limits: Limits, now: 
         fit += 1
     count = len(ours) + fit if wish.engines is None else wish.engines
     why = f"asked for {wish.engines}" if wish.engines is not None else "as many as fit"
-    decision = policy.decide(seen, [Demand(RUN, "a run", count, wish.gpus_per_engine, why)], ours, limits, now)
+    decision = policy.decide(seen, [Demand(RUN, "example", count, wish.gpus_per_engine, why)], ours, limits, now)
     inside = [node for node in seen.nodes if node.name in part.nodes and node.usable]
     by_count = Counter(node.idle_gpus for node in inside if node.idle_gpus)
     gpus = owners(seen, limits.partition, ids, now)

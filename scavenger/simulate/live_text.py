@@ -21,17 +21,18 @@ def rows(found: Look, wish: Wish) -> tuple[Row, ...]:
         Row("GPUs idle now", f"{gpus.idle}", f"on {found.nodes} usable nodes of partition {found.partition}; nodes by idle GPUs: {spread}"),
         Row("others use", f"{gpus.others}", f"{found.waiting_others} jobs of others wait for GPUs there"),
         Row("harvested", f"{gpus.harvested}", f"{found.engines} engines run, {found.waiting} wait"),
-        Row("outside, unusable", f"{gpus.reserved}, {gpus.unusable}", "GPUs on other partitions' nodes; on nodes that are down or drained"),
+        Row("unusable", f"{gpus.unusable}", "on nodes of the partition that are down or drained"),
+        Row("outside", f"{gpus.reserved}", "on nodes that the partition does not have"),
         Row("engines that fit now", f"{found.fit}", f"of {size} each: {found.room}"),
         Row("the policy would submit", f"{len(submits)}", found.decision.reason),
-        *(Row("  a job", f"{action.gpus} GPUs", action.reason) for action in submits[:1]),
+        *(Row("  each", size, action.reason) for action in submits[:1]),
         *survey_text.waits(found.timing),
     )
 
 
-def notes(found: Look) -> tuple[str, ...]:
-    """What to know before the table is believed."""
-    said = []
+def notes(found: Look, configured: bool) -> tuple[str, ...]:
+    """What to know before the table is believed. `configured`: the limits are a site's own."""
+    said = [] if configured else ["There is no scavenger.toml here: the limits are the daemon's defaults."]
     if found.hypothetical:
         made = "over all nodes with GPUs, GraceTime 0, its PriorityTier below the others'"
         said.append(f"There is no partition {found.partition!r} yet: this shows one {made}.")

@@ -30,8 +30,9 @@ def read_sacct(dump: Path, nodes: Path | None, ignore: Collection[str], now: flo
     Raises `ConfigError` naming file and line of what is unreadable, empty or skewed.
     """
     known = None if nodes is None else _nodes(nodes)
+    lines = read_lines(dump)
     try:
-        jobs = sacct.parse(read_lines(dump))
+        jobs = sacct.parse(lines)
         not_after(jobs, now)
         found = sacct.fleet_of(jobs, None if known is None else sacct.capacity_of(known), ignore_partitions=ignore)
     except ConfigError as error:
@@ -70,7 +71,8 @@ def read_lines(path: Path) -> list[str]:
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (OSError, EOFError, zlib.error) as error:
-        raise ConfigError(f"{path} cannot be read: {error}", "give the path of a readable file, gzipped if its name ends in .gz") from error
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise ConfigError(f"{path} cannot be read: {why}", "give the path of a readable file, gzipped if its name ends in .gz") from error
     lines = []
     for number, line in enumerate(data.split(b"\n"), 1):
         try:
@@ -83,10 +85,10 @@ def read_lines(path: Path) -> list[str]:
 def not_after(jobs: Sequence[SacctJob], now: float) -> None:
     """Refuse times that have not come yet: one of them would stretch the period by as much."""
     for job in jobs:
-        for what, time in (("submitted", job.submit), ("started", job.start), ("ended", job.end)):
+        for what, time in (("Submit", job.submit), ("Start", job.start), ("End", job.end)):
             if time is not None and time > now + SKEW_S:
                 raise ConfigError(
-                    f"line {job.line} of the sacct dump has times that cannot be: job {job.job_id} is {what} {time - now:.0f} s from now",
+                    f"line {job.line} of the sacct dump has times that cannot be: {what} of job {job.job_id} lies {time - now:.0f} s ahead",
                     "clocks differ between the cluster and this host, or within the cluster; mend them, or remove the line",
                 )
 

@@ -108,10 +108,10 @@ def _delayed(found: Survey) -> tuple[Row, ...]:
         return (Row("  jobs concerned", "not known", "the source has no jobs, only idle GPUs"),)
     share = some.jobs / some.of_jobs if some.of_jobs else 0.0
     most_s = some.jobs * found.question.timing.leaving_s()
-    meaning = f"of the GPU jobs start where an engine was, and wait {duration(most_s)} together at most"
+    meaning = f"of the GPU jobs started where an engine would be: {duration(most_s)} together; fewer, as Slurm takes idle GPUs first"
     if some.usual_mean_s is not None and some.usual_p50_s is not None:
         meaning += f"; as it is, GPU jobs waited {duration(some.usual_mean_s)} each on average (median {duration(some.usual_p50_s)})"
-    return (Row("  jobs concerned", f"{some.jobs:,} of {some.of_jobs:,} ({share:.0%})", meaning),)
+    return (Row("  jobs concerned", f"at most {some.jobs:,} of {some.of_jobs:,} ({share:.0%})", meaning),)
 
 
 def _speed_up(ask: Question, speed_up: SpeedUp | None) -> Row:
