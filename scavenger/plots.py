@@ -35,10 +35,10 @@ def _frame(body: str, low: float, high: float, top: float, x_label: str, y_label
     for tick in nice_ticks(top):
         y = _y(tick, top)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{number(tick)}</text>')
+        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick_label(tick)}</text>')
     for tick in nice_ticks(high, 8):
         if tick >= low:
-            parts.append(f'<text x="{_x(tick, low, high):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{number(tick)}</text>')
+            parts.append(f'<text x="{_x(tick, low, high):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">{tick_label(tick)}</text>')
     parts.append(body)
     parts.append(f'<text x="{WIDTH / 2}" y="{HEIGHT - 4}" text-anchor="middle">{escape(x_label)}</text></svg>')
     return "".join(parts)
@@ -121,7 +121,7 @@ def across(bars: Sequence[Bar], colours: Sequence[tuple[str, str]], x_label: str
     for tick in nice_ticks(top):
         x = left + tick * scale
         body.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{height - BOTTOM}"/>')
-        body.append(f'<text x="{x:.1f}" y="{height - BOTTOM + 14}" text-anchor="middle">{number(tick)}</text>')
+        body.append(f'<text x="{x:.1f}" y="{height - BOTTOM + 14}" text-anchor="middle">{tick_label(tick)}</text>')
     for index, bar in enumerate(bars):
         body.append(_row(bar, TOP + index * row, left, scale, shade))
     body.append(f'<text x="{WIDTH / 2}" y="{height - 4}" text-anchor="middle">{escape(x_label)}</text></svg>')
@@ -153,6 +153,11 @@ def nice_ticks(top: float, most: int = 6) -> list[float]:
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
     return [step * index for index in range(int(top / step + 1e-9) + 1)]
+
+
+def tick_label(tick: float) -> str:
+    """As short as it can be: ticks are round already."""
+    return f"{tick:,.0f}" if tick == int(tick) else f"{tick:.4g}"
 
 
 def number(value: float) -> str:

@@ -30,7 +30,7 @@ COLOURS = {
 OTHER_COLOURS = ("#7a4fb5", "#2f9fb0", "#b5714f", "#4f6fb5", "#9fb02f")
 
 PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Scavenger: {{ r.title }}</title><style>
-{{ style|safe }}td.n,th.n{text-align:right}td.why{color:#5a6372}td.v{white-space:nowrap}</style></head><body>
+{{ style|safe }}td.n,th.n{text-align:right;white-space:nowrap}td.why{color:#5a6372}td.v{white-space:nowrap}</style></head><body>
 <h1>Scavenger: {{ r.title }}</h1><p>{{ r.subtitle }}</p>
 {% if r.facts %}<table>{% for name, value, why in r.facts %}<tr><th>{{ name }}</th>
 <td class="v">{{ value }}</td><td class="why">{{ why }}</td></tr>
