@@ -1,0 +1,76 @@
+"""Policies side by side: means, confidence, factors seed by seed, dollars; hand-computed."""
+
+from __future__ import annotations
+
+import pytest
+
+from scavenger.errors import ConfigError
+from scavenger.simulate.comparison import Played, Prices, by_policy, estimate, figures, report, speed_up, table
+from scavenger.simulate.report import Series, html
+
+PRICES = Prices(reserved=10.0, harvested=2.0)
+OWNERS = Series("", (0.0,), (("idle", (1.0,)),), 60.0)
+
+
+def run(policy: str, seed: int, tokens: int, harvested_gpu_s: float = 0.0, **more: object) -> Played:
+    parts = (("window", 20.0), ("train", 80.0))
+    return Played(policy, seed, 2, 100.0, tokens, 3600.0, harvested_gpu_s, parts, **more)  # type: ignore[arg-type]
+
+
+ALONE = (run("colocated", 0, 1000), run("colocated", 1, 3000))
+OURS = (run("ours", 1, 6000, 7200.0, starts=4, wasted=1, preemptions=1, moves=6), run("ours", 0, 2200, 7200.0, owners=OWNERS))
+
+
+def test_the_interval_is_student_s() -> None:
+    # mean 2, standard deviation 1, n = 3: 4.303 / sqrt(3)
+    found = estimate([1.0, 2.0, 3.0])
+    assert (found.value, found.low, found.high) == pytest.approx((2.0, 2 - 2.4843, 2 + 2.4843), abs=1e-3)
+    many = estimate([1.0, 3.0] * 50)
+    assert many.high - many.value == pytest.approx(1.960 * 1.00504 / 10, abs=1e-3)
+    alone = estimate([4.0])
+    assert alone.low == alone.high == 4.0
+
+
+def test_figures_are_means_over_seeds() -> None:
+    alone, ours = figures((*ALONE, *OURS), PRICES)
+    assert (alone.tokens_per_s.value, ours.tokens_per_s.value) == (20.0, 41.0)
+    assert alone.tokens_per_dollar is not None
+    assert ours.tokens_per_dollar is not None
+    # one reserved GPU-hour at $10, two harvested ones at $2
+    assert alone.tokens_per_dollar.value == pytest.approx((100 + 300) / 2)
+    assert ours.tokens_per_dollar.value == pytest.approx((2200 / 14 + 6000 / 14) / 2)
+    assert alone.step_parts == (("window", 10.0), ("train", 40.0))
+    assert alone.note == "no engine was harvested"
+    assert ours.note == "2.0 engine starts, 25% in vain, 18.0 preemptions an hour, 3 samples moved"
+
+
+def test_factors_are_taken_seed_by_seed() -> None:
+    found = speed_up((*ALONE, *OURS), "ours", "colocated", "8 H100")
+    # 2.2 with one seed, 2 with the other; the ratio of the means would be 2.05
+    assert found.factor == pytest.approx(2.1)
+    assert (found.alone_tokens_per_s, found.with_tokens_per_s, found.setting) == (20.0, 41.0, "8 H100; 2 seeds")
+    assert found.low < 2.1 < found.high
+    with pytest.raises(ConfigError, match="polyrl was not played"):
+        speed_up(ALONE, "polyrl", "colocated", "")
+
+
+def test_policies_with_different_seeds_are_not_compared() -> None:
+    with pytest.raises(ConfigError, match="different seeds"):
+        by_policy((*ALONE, OURS[0]))
+
+
+def test_the_table_and_the_page_have_them() -> None:
+    columns, rows = table((*ALONE, *OURS), PRICES)
+    assert columns[3] == "x colocated"
+    assert [row[0] for row in rows] == ["colocated", "ours"]
+    assert [(row[1], row[3], row[5]) for row in rows] == [("20", "1.00", "50"), ("41", "2.10", "50")]
+    page = report((*ALONE, *OURS), PRICES, "a run", notes=("trace-driven",))
+    assert [series.name for series in page.owners] == ["ours"]
+    text = html(page)
+    assert "$10 a reserved and $2 a harvested GPU-hour" in text
+    assert "trace-driven" in text
+
+
+def test_one_seed_has_no_interval() -> None:
+    _, rows = table(ALONE[:1], PRICES)
+    assert rows[0][2] == "one seed"
