@@ -19,13 +19,8 @@ from scavenger.errors import ConfigError
 from scavenger.simulate.sacct import COMMAND, NODES_COMMAND
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from rich.console import Console
-
     from scavenger.config import DaemonConfig
     from scavenger.simulate.survey import Observed, Question
-    from scavenger.simulate.survey_text import Row
 
 DEFAULT_COMMAND = "site"
 HELP = f"""What would idle GPUs give here, and what would others notice? Reads only.
@@ -92,7 +87,10 @@ def site_command(
     message_timeout_s: Annotated[float, typer.Option("--message-timeout", min=0, help="slurm.conf's MessageTimeout, s")] = 10.0,
     sched_interval_s: Annotated[float, typer.Option("--sched-interval", min=0, help="SchedulerParameters' sched_interval, s")] = 60.0,
     timezone: Annotated[str, typer.Option("--timezone", help="for the hours of the day, as Europe/Berlin; default: this host's")] = "",
-    partition: Annotated[str, typer.Option("--partition", help="with --live: the harvest partition, existing or planned")] = "",
+    partition: Annotated[
+        str, typer.Option("--partition", help="the harvest partition: its nodes only; with --live it may be a planned one")
+    ] = "",
+    gpu_type: Annotated[str, typer.Option("--gpu-type", help="nodes with these GPUs only, as Slurm calls them (with --nodes)")] = "",
     html: Annotated[Path | None, typer.Option("--html", help="write the report here too, one self-contained page")] = None,
     config_path: ConfigOption = DEFAULT_CONFIG,
 ) -> None:
@@ -110,40 +108,48 @@ def site_command(
     spec = presets.engine(model, gpu, gpus)
     timing = Timing(grace_s, kill_wait_s, message_timeout_s, sched_interval_s)
     cold_s = presets.COLD_CACHE.mean_s(spec.model.weight_bytes) if cold_start_s is None else cold_start_s
-    observed = _observed(sacct, nodes, ignore or [], trace, source, gpus_per_node)
+    only = (gpu_type, partition)
+    observed = _observed(sacct, nodes, ignore or [], only, trace, source, gpus_per_node)
     _survey(observed, Question(spec, cold_s, notice_s, engines, timing, _zone(timezone, observed.since)), html)
 
 
-def _observed(sacct: Path | None, nodes: Path | None, ignore: list[str], trace: Path | None, source: str, gpus_per_node: int) -> Observed:
+def _observed(
+    sacct: Path | None, nodes: Path | None, ignore: list[str], only: tuple[str, str], trace: Path | None, source: str, gpus_per_node: int
+) -> Observed:
+    from scavenger import cli_tables
     from scavenger.simulate import survey_sources
     from scavenger.simulate.engine import Streams
 
     if sacct is not None:
-        return survey_sources.read_sacct(sacct, nodes, ignore, time.time())
+        with cli_tables.busy(f"reading {sacct}"):
+            return survey_sources.read_sacct(sacct, nodes, ignore, time.time(), survey_sources.Only(*only))
     assert trace is not None  # one of the two was given
-    if nodes is not None or ignore:
-        raise typer.BadParameter("--nodes and --ignore-partition go with --sacct")
+    if nodes is not None or ignore or any(only):
+        raise typer.BadParameter("--nodes, --ignore-partition, --partition and --gpu-type go with --sacct")
     return survey_sources.read_trace(trace, gpus_per_node, source, Streams(0))
 
 
 def _survey(observed: Observed, question: Question, html: Path | None) -> None:
+    from scavenger import cli_tables
     from scavenger.simulate import survey_report, survey_text
     from scavenger.simulate.report import html as page
     from scavenger.simulate.survey import survey
 
-    found = survey(observed, question)
-    console = _console()
+    with cli_tables.busy("placing engines"):
+        found = survey(observed, question)
+    console = cli_tables.console()
     console.print(survey_text.title(observed, question), style="bold")
-    _print_rows(console, survey_text.rows(found, None))
-    _print_hours(console, survey_text.hours(found.by_hour))
+    cli_tables.print_rows(console, survey_text.rows(found, None))
+    cli_tables.print_hours(console, survey_text.hours(found.by_hour))
     for note in survey_text.notes(found):
         console.print(f"note: {note}", markup=False)
     if html is not None:
-        _write(html, page(survey_report.of_survey(found, None)))
+        cli_tables.write(html, page(survey_report.of_survey(found, None)))
         console.print(f"wrote {html}", markup=False)
 
 
 def _look(config_path: Path, partition: str, gpus: int, engines: int | None, sched_interval_s: float) -> None:
+    from scavenger import cli_tables
     from scavenger.cluster import choose
     from scavenger.harvest.health import Health
     from scavenger.harvest.limits import limits_of, rules_of
@@ -160,10 +166,10 @@ def _look(config_path: Path, partition: str, gpus: int, engines: int | None, sch
     limits = limits_of(settings, Health(rules_of(settings, "", info.user).health), 0.0, now)
     wish = live.Wish(gpus, engines, sched_interval_s)
     found = live.look(view, info, wish, limits, now, settings.harvest.qos)
-    console = _console()
+    console = cli_tables.console()
     seen = datetime.fromtimestamp(view.observed_at).astimezone()
     console.print(f"{found.cluster}, {seen:%Y-%m-%d %H:%M:%S %Z}", style="bold", markup=False)
-    _print_rows(console, live_text.rows(found, wish))
+    cli_tables.print_rows(console, live_text.rows(found, wish))
     for note in live_text.notes(found, _configured(config_path)):
         console.print(f"note: {note}", markup=False, soft_wrap=True)
 
@@ -204,19 +210,20 @@ def calibrate_command(
     out: Annotated[Path | None, typer.Option("--out", help="write the constants here, as TOML")] = None,
 ) -> None:
     """Fit an engine's constants to measured tokens a second over batch and context."""
+    from scavenger import cli_tables
     from scavenger.simulate import calibrate, calibrate_text, constants, presets
 
     spec = presets.engine(model, gpu, gpus)
     fit = calibrate.fit(spec, calibrate.read(points))
-    console = _console()
+    console = cli_tables.console()
     title, columns, cells = calibrate_text.residuals(spec, fit)
     console.print(title, style="bold", markup=False)
-    _print_rows(console, calibrate_text.rows(spec, fit))
-    _print_table(console, columns, cells)
+    cli_tables.print_rows(console, calibrate_text.rows(spec, fit))
+    cli_tables.print_table(console, columns, cells)
     for note in fit.notes:
         console.print(f"note: {note}", markup=False)
     if out is not None:
-        _write(out, constants.dump(spec, fit))
+        cli_tables.write(out, constants.dump(spec, fit))
         console.print(f"wrote {out}", markup=False)
 
 
@@ -232,53 +239,3 @@ def _zone(name: str, since: float | None) -> tzinfo:
         return ZoneInfo(name)
     except (ZoneInfoNotFoundError, ValueError) as error:
         raise ConfigError(f"no time zone {name!r} is known here", "give one as Europe/Berlin, or install tzdata") from error
-
-
-def _console() -> Console:
-    from rich.console import Console
-
-    return Console(highlight=False)
-
-
-def _print_rows(console: Console, rows: Iterable[Row]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=False, max_width=30)
-    table.add_column(style="bold", justify="left", max_width=26)
-    table.add_column(style="dim", overflow="fold")
-    for row in rows:
-        table.add_row(Text(row.name), Text(row.value), Text(row.meaning))
-    console.print(table)
-
-
-def _print_hours(console: Console, hours: Iterable[tuple[str, str, str, str]]) -> None:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("hour", no_wrap=True)
-    table.add_column("engines at work", no_wrap=True)
-    table.add_column("mean", justify="right", no_wrap=True)
-    table.add_column("90 % of the time at least", justify="right")
-    for hour, bar, mean, mostly in hours:
-        table.add_row(hour, bar, mean, mostly)
-    console.print(table)
-
-
-def _print_table(console: Console, columns: Iterable[str], cells: Iterable[Iterable[str]]) -> None:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    for row in cells:
-        table.add_row(*row)
-    console.print(table)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}", "give a path in a folder that exists and is yours") from error

@@ -1,6 +1,6 @@
 """Policies side by side: what each run of each policy came to, as figures with confidence, a table and a report. Pure.
 
-    Play(policy, seed) -> Played     the driver's side: plays one run over one fleet
+    Play(policy, seed, ...) -> Played     the driver's side: plays one run over one fleet
     Played of all seeds -> PolicyFigures, table, Report, SpeedUp
 
 Owns the statistics and the prices. Knows nothing of policies: they are names. Every policy is played with the same seeds, so that factors
@@ -71,8 +71,8 @@ class Played:
         return self.tokens * HOUR_S / (self.reserved_gpu_s * prices.reserved + self.harvested_gpu_s * prices.harvested)
 
 
-#: The driver's side: (policy, seed) -> what it came to.
-Play = Callable[[str, int], Played]
+#: The driver's side: (policy, seed, progress) -> what it came to. It tells `progress` the share that is done, from 0 to 1.
+Play = Callable[[str, int, Callable[[float], None]], Played]
 
 
 def estimate(values: Sequence[float]) -> Estimate:

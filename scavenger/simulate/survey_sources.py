@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import gzip
 import zlib
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from scavenger.cluster.commands import parse_nodes
@@ -24,11 +26,25 @@ from scavenger.simulate.survey import Observed
 SKEW_S = 300.0
 
 
-def read_sacct(dump: Path, nodes: Path | None, ignore: Collection[str], now: float) -> Observed:
+@dataclass(frozen=True, slots=True)
+class Only:
+    """Which nodes count: those with this type of GPU, and those of this partition ("": any). What the nodes' list tells."""
+
+    gpu_type: str = ""
+    partition: str = ""
+
+    def __call__(self, node: Node) -> bool:
+        return (not self.gpu_type or node.gpu_type == self.gpu_type) and (not self.partition or self.partition in node.partitions)
+
+
+def read_sacct(dump: Path, nodes: Path | None, ignore: Collection[str], now: float, only: Only | None = None) -> Observed:
     """The fleet of `sacct.COMMAND`'s output and, where given, of `sacct.NODES_COMMAND`'s. `now`: Unix s; no job can be later.
 
     Raises `ConfigError` naming file and line of what is unreadable, empty or skewed.
     """
+    only = only or Only()
+    if nodes is None and only != Only():
+        raise ConfigError("which nodes have this GPU or partition is not known", "give them with --nodes")
     known = None if nodes is None else _nodes(nodes)
     lines = read_lines(dump)
     try:
@@ -39,9 +55,31 @@ def read_sacct(dump: Path, nodes: Path | None, ignore: Collection[str], now: flo
         raise ConfigError(f"{dump}: {error.cause}", error.remedy) from error
     notes = [f"no job of the dump is in partition {name}" for name in sorted(set(ignore) - {job.partition for job in jobs})]
     fleet, gone = without_gone(found, known or ())
+    chosen = {node.name for node in known or () if node.gpus and only(node)} if known is not None else set(fleet.capacity)
+    if not chosen:
+        raise ConfigError(
+            f"no node has GPUs of type {only.gpu_type or 'any'} in partition {only.partition or 'any'}", _known_kinds(known or ())
+        )
+    notes += _kinds_note(known or (), chosen)
+    jobs = tuple(job for job in jobs if chosen.intersection(job.nodes))
+    fleet, gone = fleet.only(chosen), [name for name in gone if name in chosen]
     if gone:
         notes.append(f"{len(gone)} nodes are down or drained now and count as in use since their last job: {', '.join(gone[:5])}")
-    return Observed(fleet, found.since, found.occupations, _waits(jobs, found.since, ignore), (*found.notes, *notes))
+    held = tuple(job for job in found.occupations if any(node in chosen for node, _ in job.gpus_by_node))
+    return Observed(fleet, found.since, held, _waits(jobs, found.since, ignore), (*found.notes, *notes))
+
+
+def _kinds_note(nodes: Iterable[Node], chosen: Collection[str]) -> list[str]:
+    """A fleet of several GPU types is not one fleet: an engine of a model may not run on all of them."""
+    kinds = {node.gpu_type for node in nodes if node.name in chosen}
+    return [f"the nodes have several types of GPU; --gpu-type takes one: {_known_kinds(nodes)}"] if len(kinds) > 1 else []
+
+
+def _known_kinds(nodes: Iterable[Node]) -> str:
+    counts: Counter[str] = Counter()
+    for node in nodes:
+        counts[node.gpu_type or "(no type)"] += node.gpus
+    return "there are " + ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()) if count)
 
 
 def _nodes(path: Path) -> tuple[Node, ...]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
+from scavenger.cli_tables import play_all
 from scavenger.errors import ConfigError
 from scavenger.simulate.comparison import Played, Prices, by_policy, estimate, figures, report, speed_up, table
 from scavenger.simulate.report import Series, html
@@ -74,3 +77,16 @@ def test_the_table_and_the_page_have_them() -> None:
 def test_one_seed_has_no_interval() -> None:
     _, rows = table(ALONE[:1], PRICES)
     assert rows[0][2] == "one seed"
+
+
+def test_every_policy_is_played_with_every_seed_and_tells_how_far_it_is() -> None:
+    asked = []
+
+    def play(policy: str, seed: int, progress: Callable[[float], None]) -> Played:
+        asked.append((policy, seed))
+        progress(0.5)
+        return run(policy, seed, 1000)
+
+    played = play_all(play, ("colocated", "ours"), seeds=2)
+    assert asked == [("colocated", 0), ("colocated", 1), ("ours", 0), ("ours", 1)]
+    assert [(one.policy, one.seed) for one in played] == asked

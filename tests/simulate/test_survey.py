@@ -230,6 +230,31 @@ def scontrol(tmp_path: Path, states: dict[str, str]) -> Path:
     return path
 
 
+def test_nodes_may_be_chosen_by_gpu_and_partition(tmp_path: Path) -> None:
+    path = scontrol(tmp_path, dict.fromkeys(("node0", "node1", "node2", "node3"), "IDLE"))
+    text = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    text[3] = text[3].replace("gpu:4", "gpu:a100:4").replace("Partitions=normal", "Partitions=normal,big")
+    path.write_text("".join(text), encoding="utf-8")
+
+    def read(*only: str) -> Observed:
+        return survey_sources.read_sacct(DATA / "sacct_22.05.txt", path, (), NOW, survey_sources.Only(*only))
+
+    whole = read()
+    assert "the nodes have several types of GPU; --gpu-type takes one: there are 12 (no type), 4 a100" in whole.notes
+    assert read("a100") == read("", "big") == read("a100", "normal")
+    one = read("a100")
+    assert set(one.fleet.capacity) == {"node3"}
+    # of node3's three jobs two started in the period; the dump's others are elsewhere
+    assert [job.line for job in one.jobs] == [4, 8, 9]
+    assert sorted(one.waits_s) == [0.0, 6.0, 10.0]
+    assert not [note for note in one.notes if "several types" in note]
+    with pytest.raises(ConfigError, match="no node has GPUs of type h100 in partition any") as caught:
+        read("h100")
+    assert "4 a100" in caught.value.remedy
+    with pytest.raises(ConfigError, match="not known"):
+        survey_sources.read_sacct(DATA / "sacct_22.05.txt", None, (), NOW, survey_sources.Only("a100"))
+
+
 def test_nodes_that_are_down_now_are_in_use_since_their_last_job(tmp_path: Path) -> None:
     up = dict.fromkeys(("node0", "node1", "node2", "node3"), "IDLE")
     read = {
