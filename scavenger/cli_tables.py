@@ -13,7 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from scavenger.errors import ConfigError
-from scavenger.simulate.comparison import Play, Played
+from scavenger.simulate import comparison
+from scavenger.simulate.comparison import Play, Played, Prices
+from scavenger.simulate.report import html
 from scavenger.simulate.survey_text import Row
 
 
@@ -87,3 +89,17 @@ def play_all(play: Play, policies: Sequence[str], seeds: int) -> tuple[Played, .
                 played.append(play(policy, seed, shown))
                 shown(1.0)
     return tuple(played)
+
+
+def print_comparison(
+    screen: Console, played: Sequence[Played], prices: Prices, subtitle: str, notes: Sequence[str], page: Path | None
+) -> None:
+    """The table of what was played, its notes, and the report where a path was given."""
+    columns, cells = comparison.table(played, prices)
+    screen.print(Text(subtitle, style="bold"))
+    print_table(screen, columns, cells, left=1)
+    for note in (prices.told(), *notes):
+        screen.print(f"note: {note}", markup=False)
+    if page is not None:
+        write(page, html(comparison.report(played, prices, subtitle, (), notes)))
+        screen.print(f"wrote {page}", markup=False)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from scavenger.cli_tables import play_all
+from scavenger.cli_tables import play_all, print_comparison
 from scavenger.errors import ConfigError
 from scavenger.simulate.comparison import Played, Prices, by_policy, estimate, figures, report, speed_up, table
 from scavenger.simulate.report import Series, html
@@ -90,3 +93,17 @@ def test_every_policy_is_played_with_every_seed_and_tells_how_far_it_is() -> Non
     played = play_all(play, ("colocated", "ours"), seeds=2)
     assert asked == [("colocated", 0), ("colocated", 1), ("ours", 0), ("ours", 1)]
     assert [(one.policy, one.seed) for one in played] == asked
+
+
+def test_what_was_played_is_printed_and_written(tmp_path: Path) -> None:
+    screen = Console(file=io.StringIO(), width=160, highlight=False)
+    page = tmp_path / "page.html"
+    print_comparison(screen, (*ALONE, *OURS), PRICES, "8 [reserved] H100", ("trace-driven",), page)
+    assert isinstance(screen.file, io.StringIO)
+    text = screen.file.getvalue()
+    assert text.startswith("8 [reserved] H100")
+    rows = {line.split()[0]: line.split() for line in text.splitlines() if line.split()}
+    assert (rows["colocated"][1], rows["ours"][1]) == ("20", "41")
+    assert "note: trace-driven" in text
+    assert f"wrote {page}" in text.replace("\n", "")
+    assert "8 [reserved] H100" in page.read_text(encoding="utf-8")
