@@ -45,7 +45,7 @@ class Played:
     """One policy's run with one seed, from the first step's start to the last one's end.
 
     `harvested_gpu_s`: from each engine's start to its end, whatever it did. `step_parts`: (what, seconds) summed over all steps.
-    `starts` of engines, of which `wasted` were taken before they worked; `preemptions`: engines at work that others took.
+    `starts` of engines, of which `wasted` were gone before they made a token; `preemptions`: engines that others took.
     """
 
     policy: str
