@@ -98,7 +98,8 @@ def print_comparison(
     columns, cells = comparison.table(played, prices)
     screen.print(Text(subtitle, style="bold"))
     print_table(screen, columns, cells, left=1)
-    for note in (prices.told(), *notes):
+    told = (f"{policy.name}: {policy.note}" for policy in comparison.figures(played, prices))
+    for note in (*told, prices.told(), *notes):
         screen.print(f"note: {note}", markup=False)
     if page is not None:
         write(page, html(comparison.report(played, prices, subtitle, (), notes)))

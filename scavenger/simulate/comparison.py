@@ -35,8 +35,8 @@ class Prices:
 
     def told(self) -> str:
         return (
-            f"Tokens per dollar at ${self.reserved:g} a reserved and ${self.harvested:g} a harvested GPU-hour, "
-            "start-ups and idle engines paid."
+            f"Tokens are those of trained answers; per dollar at ${self.reserved:g} a reserved and "
+            f"${self.harvested:g} a harvested GPU-hour, start-ups and idle engines paid."
         )
 
 
@@ -141,14 +141,14 @@ def speed_up(played: Iterable[Played], policy: str, alone: str, setting: str) ->
         raise ConfigError(f"{missing[0]} was not played", f"there are {', '.join(runs)}")
     factor = estimate([one.tokens_per_s / other.tokens_per_s for one, other in zip(runs[policy], runs[alone], strict=True)])
     base, gain = (estimate([one.tokens_per_s for one in runs[name]]).value for name in (alone, policy))
-    return SpeedUp(factor.value, factor.low, factor.high, base, gain, f"{setting}; {len(runs[policy])} seeds")
+    return SpeedUp(factor.value, factor.low, factor.high, base, gain, setting)
 
 
 def table(played: Iterable[Played], prices: Prices) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
-    """(columns, rows) for a terminal. Factors are to the first policy, seed by seed."""
+    """(columns, rows) for a terminal. Factors are to the first policy, seed by seed. Each policy's note is in its figures."""
     runs = by_policy(played)
     found = figures((one for policy in runs.values() for one in policy), prices)
-    columns = ("policy", "tokens/s", "95 % CI", f"x {found[0].name}" if found else "x", "tokens/$", "s a step", "note")
+    columns = ("policy", "tokens/s", "95 % CI", f"x {found[0].name}" if found else "x", "tokens/$", "s a step")
     first = next(iter(runs), "")
     rows = []
     for policy in found:
@@ -165,7 +165,6 @@ def table(played: Iterable[Played], prices: Prices) -> tuple[tuple[str, ...], tu
                 f"{factor.value:.2f}",
                 f"{dollars.value:,.0f}" if dollars else "",
                 f"{step_s:.0f}",
-                policy.note,
             )
         )
     return columns, tuple(rows)

@@ -3,12 +3,11 @@
     Fleet --replay--> engines --ready_s--> working engines by hour, preemptions, jobs that found an engine in their place
 
 Owns the answers to what idle GPUs alone tell. What a training run gains needs a run: `SpeedUp` is the driver's to compute and is handed in;
-without one the answer says so. Knows nothing of files, screens and how a fleet was observed.
+without one the answer says why. Knows nothing of files, screens and how a fleet was observed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, tzinfo
 
@@ -63,10 +62,6 @@ class SpeedUp:
     alone_tokens_per_s: float
     with_tokens_per_s: float
     setting: str
-
-
-#: The driver's side of the question: plays a run over the fleet. Handed in, so that this module needs no policy.
-Predict = Callable[[Observed, Question], SpeedUp]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from scavenger.simulate.report import HourOfDay, Report, Series
 from scavenger.simulate.survey import SpeedUp, Survey
 
 
-def of_survey(found: Survey, speed_up: SpeedUp | None) -> Report:
+def of_survey(found: Survey, speed_up: SpeedUp | str) -> Report:
     """The page of one survey."""
     facts = tuple((row.name.strip(), row.value, row.meaning) for row in survey_text.rows(found, speed_up))
     return Report(

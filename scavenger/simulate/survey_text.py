@@ -13,8 +13,7 @@ from scavenger.simulate.survey_waits import LEAVING_S, Timing
 
 BAR = 40
 SHORT_S = 86_400.0
-NO_DRIVER = "not computed"
-WHY_NO_DRIVER = "a training run would have to be played over these GPUs, and this release cannot do that yet"
+NO_DRIVER = "a training run would have to be played over these GPUs, and this release cannot do that yet"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +49,8 @@ def notes(found: Survey) -> tuple[str, ...]:
     return (short, *found.observed.notes)
 
 
-def rows(found: Survey, speed_up: SpeedUp | None) -> tuple[Row, ...]:
-    """The whole table. `speed_up` None: there is no driver to compute it, and the row says so."""
+def rows(found: Survey, speed_up: SpeedUp | str) -> tuple[Row, ...]:
+    """The whole table. `speed_up` is a text where there is none: why."""
     return (*_idle(found), *_engines(found), *waits(found.question.timing), *_delayed(found), _speed_up(found.question, speed_up))
 
 
@@ -114,10 +113,10 @@ def _delayed(found: Survey) -> tuple[Row, ...]:
     return (Row("  jobs concerned", f"at most {some.jobs:,} of {some.of_jobs:,} ({share:.0%})", meaning),)
 
 
-def _speed_up(ask: Question, speed_up: SpeedUp | None) -> Row:
+def _speed_up(ask: Question, speed_up: SpeedUp | str) -> Row:
     name = f"expected speed-up, {ask.spec.model.name}"
-    if speed_up is None:
-        return Row(name, NO_DRIVER, WHY_NO_DRIVER)
+    if isinstance(speed_up, str):
+        return Row(name, "not computed", speed_up)
     spread = f"95 % CI {speed_up.low:.2f} to {speed_up.high:.2f}"
     gain = f"{speed_up.alone_tokens_per_s:,.0f} to {speed_up.with_tokens_per_s:,.0f} tokens/s"
     return Row(name, f"{speed_up.factor:.2f}x", f"{gain}; {spread}; {speed_up.setting}")

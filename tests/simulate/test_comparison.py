@@ -54,7 +54,7 @@ def test_factors_are_taken_seed_by_seed() -> None:
     found = speed_up((*ALONE, *OURS), "ours", "colocated", "8 H100")
     # 2.2 with one seed, 2 with the other; the ratio of the means would be 2.05
     assert found.factor == pytest.approx(2.1)
-    assert (found.alone_tokens_per_s, found.with_tokens_per_s, found.setting) == (20.0, 41.0, "8 H100; 2 seeds")
+    assert (found.alone_tokens_per_s, found.with_tokens_per_s, found.setting) == (20.0, 41.0, "8 H100")
     assert found.low < 2.1 < found.high
     with pytest.raises(ConfigError, match="polyrl was not played"):
         speed_up(ALONE, "polyrl", "colocated", "")
@@ -105,5 +105,6 @@ def test_what_was_played_is_printed_and_written(tmp_path: Path) -> None:
     rows = {line.split()[0]: line.split() for line in text.splitlines() if line.split()}
     assert (rows["colocated"][1], rows["ours"][1]) == ("20", "41")
     assert "note: trace-driven" in text
+    assert "note: ours: 2.0 engine starts, 25% in vain" in text
     assert f"wrote {page}" in text.replace("\n", "")
     assert "8 [reserved] H100" in page.read_text(encoding="utf-8")
