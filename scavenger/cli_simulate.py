@@ -141,7 +141,7 @@ def _survey(observed: Observed, question: Question, html: Path | None) -> None:
     console.print(survey_text.title(observed, question), style="bold")
     cli_tables.print_rows(console, survey_text.rows(found, survey_text.NO_DRIVER))
     cli_tables.print_hours(console, survey_text.hours(found.by_hour))
-    for note in survey_text.notes(found):
+    for note in survey_text.notes(found, survey_text.NO_DRIVER):
         console.print(f"note: {note}", markup=False)
     if html is not None:
         cli_tables.write(html, page(survey_report.of_survey(found, survey_text.NO_DRIVER)))

@@ -53,7 +53,7 @@ class Question:
 class SpeedUp:
     """Tokens a second of a named run with and without harvesting, on this fleet, as the driver played it. `low`, `high`: its 95 % CI.
 
-    `setting` names model, reserved GPUs, prompts, cap and seeds: a factor without them means nothing.
+    `setting` names model, reserved GPUs, prompts, cap and seeds: a factor without them means nothing. `notes`: what was assumed.
     """
 
     factor: float
@@ -62,6 +62,7 @@ class SpeedUp:
     alone_tokens_per_s: float
     with_tokens_per_s: float
     setting: str
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

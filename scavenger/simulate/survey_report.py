@@ -18,7 +18,7 @@ def of_survey(found: Survey, speed_up: SpeedUp | str) -> Report:
         facts=facts,
         owners=(by_owner(found),),
         hours=tuple(HourOfDay(hour.hour, hour.mean) for hour in found.by_hour),
-        notes=survey_text.notes(found),
+        notes=survey_text.notes(found, speed_up),
     )
 
 

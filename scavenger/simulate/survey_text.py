@@ -40,13 +40,12 @@ def period(observed: Observed, question: Question) -> str:
     return f"{length} from {start:%Y-%m-%d %H:%M} to {start + timedelta(seconds=length_s):%Y-%m-%d %H:%M} {start:%Z}"
 
 
-def notes(found: Survey) -> tuple[str, ...]:
+def notes(found: Survey, speed_up: SpeedUp | str) -> tuple[str, ...]:
     """What to know before the table is believed."""
     length_s = found.observed.fleet.end_s
-    if length_s >= SHORT_S:
-        return found.observed.notes
     short = f"it covers {duration(length_s)} only: rates and hours of the day mean little below a day; take two weeks"
-    return (short, *found.observed.notes)
+    played = () if isinstance(speed_up, str) else speed_up.notes
+    return (*((short,) if length_s < SHORT_S else ()), *found.observed.notes, *played)
 
 
 def rows(found: Survey, speed_up: SpeedUp | str) -> tuple[Row, ...]:

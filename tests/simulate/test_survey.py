@@ -183,8 +183,11 @@ def test_without_a_played_run_no_speed_up_is_printed() -> None:
 
 
 def test_a_short_period_is_said_to_tell_little() -> None:
-    assert survey_text.notes(asked(Observed(fleet(a=1), notes=("kept",))))[0].startswith("it covers 2.0 h only")
-    assert survey_text.notes(asked(Observed(fleet(a=1, end_s=86_400.0), notes=("kept",)))) == ("kept",)
+    short, kept = survey_text.notes(asked(Observed(fleet(a=1), notes=("kept",))), "")
+    assert short.startswith("it covers 2.0 h only")
+    assert kept == "kept"
+    played = SpeedUp(1.84, 1.8, 1.88, 10_000.0, 18_400.0, "a run", ("assumed: much",))
+    assert survey_text.notes(asked(Observed(fleet(a=1, end_s=86_400.0), notes=("kept",))), played) == ("kept", "assumed: much")
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(45, "45 s"), (119, "119 s"), (120, "2 min"), (7200, "2.0 h"), (200_000, "2.3 days")])
