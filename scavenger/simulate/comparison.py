@@ -162,12 +162,16 @@ def table(played: Iterable[Played], prices: Prices) -> tuple[tuple[str, ...], tu
                 policy.name,
                 f"{speed.value:,.0f}",
                 spread,
-                f"{factor.value:.2f}",
+                _factor(factor),
                 f"{dollars.value:,.0f}" if dollars else "",
                 f"{step_s:.0f}",
             )
         )
     return columns, tuple(rows)
+
+
+def _factor(found: Estimate) -> str:
+    return f"{found.value:.2f} ± {found.high - found.value:.2f}" if found.high > found.low else f"{found.value:.2f}"
 
 
 def report(

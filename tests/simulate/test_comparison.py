@@ -69,7 +69,7 @@ def test_the_table_and_the_page_have_them() -> None:
     columns, rows = table((*ALONE, *OURS), PRICES)
     assert columns[3] == "x colocated"
     assert [row[0] for row in rows] == ["colocated", "ours"]
-    assert [(row[1], row[3], row[5]) for row in rows] == [("20", "1.00", "50"), ("41", "2.10", "50")]
+    assert [(row[1], row[3], row[5]) for row in rows] == [("20", "1.00", "50"), ("41", "2.10 ± 1.27", "50")]
     page = report((*ALONE, *OURS), PRICES, "a run", notes=("trace-driven",))
     assert [series.name for series in page.owners] == ["ours"]
     text = html(page)
