@@ -22,6 +22,7 @@ from tests.simulate.real import TRACES, needs_traces
 DATA = Path(__file__).resolve().parents[1] / "data/simulate"
 SPEC = presets.engine("Qwen3-8B", "H100")
 NOW = 1_795_300_000.0
+WHY = "nobody asked"
 
 
 def fleet(*deltas: tuple[float, str, int], end_s: float = 7200.0, **initial: int) -> Fleet:
@@ -168,12 +169,12 @@ def test_a_fleet_without_idle_gpus_has_answers_too() -> None:
     found = asked(Observed(fleet(a=0)))
     assert (found.idle_gpu_h, found.usable_gpu_h, found.started, found.wasted_starts, found.outlasting) == (0.0, 0.0, 0, 0.0, 0.0)
     assert [hour.mean for hour in found.by_hour] == [0.0, 0.0]
-    assert all(row.value for row in survey_text.rows(found, survey_text.NO_DRIVER))
+    assert all(row.value for row in survey_text.rows(found, WHY))
 
 
 def test_without_a_played_run_no_speed_up_is_printed() -> None:
     found = asked(Observed(fleet(a=4)))
-    last = survey_text.rows(found, survey_text.NO_DRIVER)[-1]
+    last = survey_text.rows(found, WHY)[-1]
     assert last.name == "expected speed-up, Qwen3-8B"
     assert not any(letter.isdigit() for letter in last.value + last.meaning)
     played = SpeedUp(1.84, 1.8, 1.88, 10_000.0, 18_400.0, "8 reserved H100, 10 seeds")
