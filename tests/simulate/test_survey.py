@@ -159,6 +159,11 @@ def test_a_survey_hand_computed() -> None:
     assert found.delayed is None
 
 
+def test_an_engine_that_still_starts_at_the_end_did_not_start_in_vain() -> None:
+    found = asked(Observed(fleet((7160.0, "a", 1), a=0)))
+    assert (found.started, found.wasted, found.preemptions_per_h, found.usable_gpu_h) == (1, 0, 0.0, 0.0)
+
+
 def test_larger_engines_use_whole_gaps_only() -> None:
     found = asked(Observed(fleet(a=3, b=1)), spec=presets.engine("Qwen3-8B", "H100", 2))
     assert found.usable_gpu_h == pytest.approx(2 * (7200 - 60) / 3600)
