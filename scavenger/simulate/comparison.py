@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from scavenger.errors import ConfigError
 from scavenger.simulate.fleet_stats import HOUR_S
@@ -170,6 +170,11 @@ def table(played: Iterable[Played], prices: Prices) -> tuple[tuple[str, ...], tu
     return columns, tuple(rows)
 
 
+def _own(series: Series) -> tuple[tuple[str, tuple[float, ...]], ...]:
+    """What the run has: on a large cluster it would be a thin line among others' GPUs."""
+    return tuple((owner, values) for owner, values in series.by_owner if owner in ("reserved", "harvested"))
+
+
 def _factor(found: Estimate) -> str:
     return f"{found.value:.2f} ± {found.high - found.value:.2f}" if found.high > found.low else f"{found.value:.2f}"
 
@@ -177,11 +182,11 @@ def _factor(found: Estimate) -> str:
 def report(
     played: Sequence[Played], prices: Prices, subtitle: str, facts: Sequence[tuple[str, str, str]] = (), notes: Sequence[str] = ()
 ) -> Report:
-    """The page: each policy's figures, and GPUs by owner of its first seed."""
+    """The page: each policy's figures, and of its first seed the run's own GPUs; of the policy that harvested most all GPUs by owner."""
     runs = by_policy(played)
-    owners = tuple(
-        Series(policy, one.owners.times_s, one.owners.by_owner, one.owners.end_s)
-        for policy, (one, *_) in runs.items()
-        if one.owners is not None
-    )
-    return Report("policies compared", subtitle, tuple(facts), owners, (), figures(played, prices), prices.told(), tuple(notes))
+    first = {policy: (one.harvested_gpu_s, one.owners) for policy, (one, *_) in runs.items() if one.owners is not None}
+    owners = [Series(f"{policy}, the run's own", one.times_s, _own(one), one.end_s) for policy, (_, one) in first.items()]
+    if first:
+        most = max(first, key=lambda policy: first[policy][0])
+        owners.append(replace(first[most][1], name=f"{most}, all"))
+    return Report("policies compared", subtitle, tuple(facts), tuple(owners), (), figures(played, prices), prices.told(), tuple(notes))

@@ -35,17 +35,18 @@ PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Scav
 {% if r.facts %}<table>{% for name, value, why in r.facts %}<tr><th>{{ name }}</th>
 <td class="v">{{ value }}</td><td class="why">{{ why }}</td></tr>
 {% endfor %}</table>{% endif %}
-{% for name, plot in owners %}<h2>GPUs by owner over time{{ ": " + name if name }}</h2>{{ plot|safe }}{% endfor %}
-{% if hours %}<h2>Engines at work, by hour of the day</h2>{{ hours|safe }}{% endif %}
 {% if r.policies %}<h2>Throughput by policy</h2>{{ throughput|safe }}
 {% if steps %}<h2>Where a step's time goes</h2>{{ steps|safe }}{% endif %}
 {% if dollars %}<h2>Tokens per dollar</h2>{{ dollars|safe }}{% endif %}<p>{{ r.prices }}</p>
 <h2>Figures</h2><table><tr><th>policy</th><th class="n">tokens/s</th><th class="n">95 % CI</th>
-<th class="n">tokens/$</th>{% for part in parts %}<th class="n">{{ part }}, s</th>{% endfor %}<th>note</th></tr>{% for p in r.policies %}
+<th class="n">tokens/$</th>{% for part in parts %}<th class="n">{{ part }}, s</th>{% endfor %}</tr>{% for p in r.policies %}
 <tr><td>{{ p.name }}</td>
 <td class="n">{{ number(p.tokens_per_s.value) }}</td><td class="n">{{ spread(p.tokens_per_s) }}</td>
 <td class="n">{{ number(p.tokens_per_dollar.value) if p.tokens_per_dollar else "" }}</td>{% for part in parts %}
-<td class="n">{{ number(p.seconds(part)) }}</td>{% endfor %}<td class="why">{{ p.note }}</td></tr>{% endfor %}</table>{% endif %}
+<td class="n">{{ number(p.seconds(part)) }}</td>{% endfor %}</tr>{% endfor %}</table>
+<ul>{% for p in r.policies if p.note %}<li>{{ p.name }}: {{ p.note }}</li>{% endfor %}</ul>{% endif %}
+{% for name, plot in owners %}<h2>GPUs by owner over time{{ ": " + name if name }}</h2>{{ plot|safe }}{% endfor %}
+{% if hours %}<h2>Engines at work, by hour of the day</h2>{{ hours|safe }}{% endif %}
 {% if r.notes %}<h2>What to know</h2><ul>{% for note in r.notes %}<li>{{ note }}</li>{% endfor %}</ul>{% endif %}</body></html>
 """
 

@@ -15,7 +15,7 @@ from scavenger.simulate.comparison import Played, Prices, by_policy, estimate, f
 from scavenger.simulate.report import Series, html
 
 PRICES = Prices(reserved=10.0, harvested=2.0)
-OWNERS = Series("", (0.0,), (("idle", (1.0,)),), 60.0)
+OWNERS = Series("", (0.0,), (("reserved", (2.0,)), ("harvested", (1.0,)), ("idle", (5.0,))), 60.0)
 
 
 def run(policy: str, seed: int, tokens: int, harvested_gpu_s: float = 0.0, **more: object) -> Played:
@@ -71,7 +71,9 @@ def test_the_table_and_the_page_have_them() -> None:
     assert [row[0] for row in rows] == ["colocated", "ours"]
     assert [(row[1], row[3], row[5]) for row in rows] == [("20", "1.00", "50"), ("41", "2.10 ± 1.27", "50")]
     page = report((*ALONE, *OURS), PRICES, "a run", notes=("trace-driven",))
-    assert [series.name for series in page.owners] == ["ours"]
+    own, everything = page.owners
+    assert (own.name, own.by_owner) == ("ours, the run's own", (("reserved", (2.0,)), ("harvested", (1.0,))))
+    assert (everything.name, everything.by_owner) == ("ours, all", OWNERS.by_owner)
     text = html(page)
     assert "$10 a reserved and $2 a harvested GPU-hour" in text
     assert "trace-driven" in text
