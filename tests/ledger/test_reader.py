@@ -158,7 +158,7 @@ def test_ended_runs_are_in_the_snapshot_without_their_groups_and_manifests(url: 
     assert run.created.name == "sorting"
     assert [v.version for v in run.versions] == [1, 2]
     assert not any(v.manifest for v in run.versions)
-    assert found.next_sample_id == 13
+    assert found.next_sample_id == 62
 
 
 @pytest.mark.parametrize(
