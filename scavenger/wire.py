@@ -2,8 +2,8 @@
 
     worker  (DEALER)  <->  daemon (ROUTER)  <->  trainer (DEALER)         CURVE on every socket, one MessagePack frame a message
 
-    worker  -> daemon   WorkerHello, then Chunks / Heartbeat / WeightsLoaded / SampleFailed / Asleep / Goodbye
-    daemon  -> worker   Welcome or Rejected, then UseWeights / Assign / Revoke / Ack / Sleep / Wake / Drain / GoodbyeAck
+    worker  -> daemon   WorkerHello, then Chunks / Heartbeat / WeightsLoaded / SampleFailed / Yielded / Asleep / Goodbye
+    daemon  -> worker   Welcome or Rejected, then UseWeights / Assign / Yield / Revoke / Ack / Sleep / Wake / Drain / GoodbyeAck
     trainer -> daemon   Call(id, attempt, body), answered by Reply(id, body) with the same id; an unanswered call is repeated: all but
                          OpenRun, which then grants a further attempt, change nothing the second time
     daemon  -> trainer  Reply; GroupDone, Fleet and RunStopped come unasked
@@ -24,7 +24,8 @@ import msgspec
 from scavenger.errors import WireError
 
 #: 2: a peer says which ledger its leases, its weights and its attempt come from; a reward says which function gave it.
-PROTOCOL = 2
+#: 3: a worker gives leases back, with all that it generated, when asked or when a lease's bound is reached.
+PROTOCOL = 3
 #: The oldest protocol that a daemon of this version still accepts from a worker.
 OLDEST_PROTOCOL = 1
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -73,7 +74,10 @@ class Sampling(Part, frozen=True):
 
 
 class Lease(Part, frozen=True):
-    """One sample assigned to one worker: go on after `prompt + accepted`. Token fields are packed int32."""
+    """One sample assigned to one worker: go on after `prompt + accepted`. Token fields are packed int32.
+
+    `most_tokens`: when it has so many new tokens the worker gives it back (`Yielded`); 0 = it keeps it to its end.
+    """
 
     sample_id: int
     epoch: int
@@ -83,6 +87,7 @@ class Lease(Part, frozen=True):
     sampling: Sampling
     seed: int
     key: SampleKey
+    most_tokens: Count = 0
 
 
 class Held(Part, frozen=True):
@@ -200,6 +205,15 @@ class SampleFailed(Message, frozen=True):
     reason: Words
 
 
+class Yielded(Message, frozen=True):
+    """These leases are given back: all that was generated of them (`length`) was flushed before this message, nothing more will be.
+
+    The worker keeps their tokens until it is told, by a Revoke, that they are durable.
+    """
+
+    leases: tuple[Held, ...]
+
+
 class Asleep(Message, frozen=True):
     """Answer to Sleep: everything generated was flushed before this message and nothing is held any more."""
 
@@ -265,6 +279,13 @@ class Revoke(Message, frozen=True):
 
     leases: tuple[tuple[int, int], ...]  # (sample_id, epoch)
     reason: str
+
+
+class Yield(Message, frozen=True):
+    """Stop generating these, flush, answer Yielded. May be repeated."""
+
+    leases: tuple[tuple[int, int], ...]  # (sample_id, epoch)
+    reason: Words
 
 
 class Ack(Message, frozen=True):
@@ -507,13 +528,18 @@ class GroupDone(Message, frozen=True):
 
 
 class Fleet(Message, frozen=True):
-    """The run's workers now. `harvested` counts harvested workers with weights loaded; `outstanding` counts samples not complete."""
+    """The run's workers now. `harvested` counts harvested workers with weights loaded; `outstanding` counts samples not complete.
+
+    `window`: whether reserved engines shall generate, "open" or "close", and why; "" = the trainer's own rule decides.
+    """
 
     harvested: int
     reserved_awake: int
     reserved_asleep: int
     outstanding: int
     outstanding_reserved: int
+    window: str = ""
+    window_reason: Words = ""
 
 
 class RunStopped(Message, frozen=True):
@@ -523,10 +549,10 @@ class RunStopped(Message, frozen=True):
     remedy: str = ""
 
 
-WorkerMessage = WorkerHello | Chunks | Heartbeat | WeightsLoaded | WeightsFailed | SampleFailed | Asleep | Goodbye
+WorkerMessage = WorkerHello | Chunks | Heartbeat | WeightsLoaded | WeightsFailed | SampleFailed | Yielded | Asleep | Goodbye
 ToDaemon = WorkerMessage | Call
 ToWorker = (
-    Welcome | Rejected | HelloAgain | HeartbeatAck | UseWeights | Assign | Revoke | Ack | Sleep | Wake | Drain | GoodbyeAck
+    Welcome | Rejected | HelloAgain | HeartbeatAck | UseWeights | Assign | Yield | Revoke | Ack | Sleep | Wake | Drain | GoodbyeAck
 )
 ToTrainer = Reply | GroupDone | Fleet | RunStopped | Rejected | HelloAgain
 

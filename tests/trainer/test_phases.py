@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from trainer.phases import (
+from scavenger.phases import (
     RULES,
     Action,
     Event,
