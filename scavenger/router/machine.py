@@ -107,7 +107,7 @@ class Router:
                     workers.steer(self.core, worker)
                 advice.place_queued(self.core, run)
             sizes = runs.fleet_sizes(run)
-            fresh, run.sizes = everything or sizes != run.sizes, sizes
+            fresh, run.fresh, run.sizes = run.fresh or sizes != run.sizes, False, sizes
             if fresh or timed:
                 advice.rebalance(self.core, run, timed=not fresh)
                 advice.window(self.core, run, timed=not fresh)

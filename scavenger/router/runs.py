@@ -236,7 +236,7 @@ def _submit(core: Core, run: Run, body: SubmitGroups) -> ReplyBody:
             return Denied("invalid", fault, "lower sampling.max_tokens, raise model.context_length, or drop the prompt from the data")
     groups = [_group_for(core, run, body, spec) for spec in body.groups]
     run.step_samples = sum(len(g.samples) for g in run.by_key.values() if (g.purpose, g.step) == (body.purpose, body.step))
-    run.newest, run.submitted_at = (body.purpose, body.step), core.now
+    run.newest, run.submitted_at, run.fresh = (body.purpose, body.step), core.now, True
     run.policy.observe(StepSubmitted(body.step, body.purpose, run.step_samples, len(groups)), core.now)
     for group in groups:
         sm.deliver_if_done(core, group)
@@ -362,7 +362,7 @@ def _retire_versions(run: Run, keep: int = 4) -> None:
 
 def _set_reserved(core: Core, run: Run, body: SetReserved) -> ReplyBody:
     if run.reserved_awake != body.awake:
-        run.window_since = core.now
+        run.window_since, run.fresh = core.now, True
         run.policy.observe(WindowMoved(body.awake), core.now)
     run.reserved_awake = body.awake
     for worker in list(run.workers.values()):

@@ -205,6 +205,7 @@ class Run:
     window_since: float = 0.0  # when the trainer last changed `reserved_awake`
     ask_window_at: float = 0.0
     sizes: tuple[int, int, int] = (0, 0, 0)  # of its fleet, when its policy was asked last
+    fresh: bool = True  # its step or its window changed since
     rebalanced_at: float = 0.0
 
 

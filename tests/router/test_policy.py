@@ -197,7 +197,7 @@ def test_the_window_is_told_to_the_trainer_when_it_changes_and_recorded(bench: B
     bench.attach()
     bench.take(1, Fleet)
     policy.decision = WindowDecision(True, "harvested engines carry the rest", again_at=bench.now + 3.0)
-    bench.call(SetReserved(True))
+    bench.call(SetReserved(False))
     assert [(m.window, m.window_reason) for m in bench.take(1, Fleet)] == [("close", "harvested engines carry the rest")]
     policy.asked.clear()
     bench.tick(2.9)
