@@ -105,6 +105,7 @@ class Router:
             if changed:
                 for worker in run.workers.values():
                     workers.steer(self.core, worker)
+            if changed or run.queue:
                 advice.place_queued(self.core, run)
             sizes = runs.fleet_sizes(run)
             fresh, run.fresh, run.sizes = run.fresh or sizes != run.sizes, False, sizes

@@ -55,7 +55,8 @@ class WorkerView(Seen, frozen=True):
     """One engine of the run. `serves`: it may take leases of the version wanted now. `status`: the router's own word for it.
 
     `leases` of at most `max_batch`. `tokens_per_s`: over its last heartbeats, all samples together; 0 = not measured. Times in Unix s;
-    `idle_since` counts only while it has no lease. `yields`: it gives a lease back with all that it generated when asked.
+    `idle_since` counts only while it has no lease. `warm`: it has had weights, so the next are soon there.
+    `yields`: it gives a lease back with all that it generated when asked.
     """
 
     id: int
@@ -69,6 +70,7 @@ class WorkerView(Seen, frozen=True):
     joined_at: float = 0.0
     idle_since: float = 0.0
     tokens_per_s: float = 0.0
+    warm: bool = True
     yields: bool = True
 
 

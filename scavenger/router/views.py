@@ -105,6 +105,7 @@ class LiveView:
             joined_at=worker.joined_at,
             idle_since=worker.idle_since,
             tokens_per_s=worker.tokens_per_s,
+            warm=worker.loads > 0,
             yields=worker.protocol >= YIELDS,
         )
 

@@ -1,4 +1,4 @@
-"""A policy that moves samples about without sense or end, over the schedules of lost messages, dead engines and restarts: nothing is lost."""
+"""A policy that moves samples about without sense or end, over the schedules of lost messages, deaths and restarts: nothing is lost."""
 
 from __future__ import annotations
 
