@@ -98,23 +98,34 @@ class Router:
         timed = isinstance(event, Tick)
         everything = _may_change_anything(event)
         for run in self.core.runs.values():
-            if run.ended or not (run.dirty or timed or everything):
+            if run.ended or not (run.dirty or run.stirred or timed or everything):
                 continue
-            changed = run.dirty or everything
-            run.dirty = False
-            if changed:
-                for worker in run.workers.values():
-                    workers.steer(self.core, worker)
-            if changed or run.queue:
+            fleet = run.dirty or everything
+            if fleet or run.stirred:
+                self._steer_idle(run, anyway=fleet)
+            if fleet or run.stirred or run.queue:
                 advice.place_queued(self.core, run)
-            sizes = runs.fleet_sizes(run)
-            fresh, run.fresh, run.sizes = run.fresh or sizes != run.sizes, False, sizes
-            if fresh or timed:
-                advice.rebalance(self.core, run, timed=not fresh)
-                advice.window(self.core, run, timed=not fresh)
-            if changed:
-                run.dirty = False  # what settling itself changed is settled
+            self._ask(run, fleet=fleet, timed=timed)
+            run.dirty = run.stirred = False  # what settling itself changed is settled
             self._tell_trainer(run, timed=timed)
+
+    def _steer_idle(self, run: Run, *, anyway: bool) -> None:
+        """Idle workers load what is wanted now: all of them where that or the fleet changed, else those that became idle."""
+        target = sm.target_version(run)
+        everyone = anyway or target != run.target
+        idle = run.workers.values() if everyone else run.idled
+        run.target, run.idled = target, []
+        for worker in idle:
+            if not worker.leases and worker.id in run.workers:
+                workers.steer(self.core, worker, target)
+
+    def _ask(self, run: Run, *, fleet: bool, timed: bool) -> None:
+        """Moves and the window are asked for when the fleet, the step or the window changed, and when it is time."""
+        sizes = runs.fleet_sizes(run) if fleet or timed else run.sizes
+        fresh, run.fresh, run.sizes = run.fresh or sizes != run.sizes, False, sizes
+        if fresh or timed:
+            advice.rebalance(self.core, run, timed=not fresh)
+            advice.window(self.core, run, timed=not fresh)
 
     def _tell_trainer(self, run: Run, *, timed: bool) -> None:
         if run.conn is None:

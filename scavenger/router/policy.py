@@ -56,6 +56,7 @@ class WorkerView(Seen, frozen=True):
 
     `leases` of at most `max_batch`. `tokens_per_s`: over its last heartbeats, all samples together; 0 = not measured. Times in Unix s;
     `idle_since` counts only while it has no lease. `warm`: it has had weights, so the next are soon there.
+    `beat_at`: of its last heartbeat.
     `yields`: it gives a lease back with all that it generated when asked.
     """
 
@@ -71,6 +72,7 @@ class WorkerView(Seen, frozen=True):
     idle_since: float = 0.0
     tokens_per_s: float = 0.0
     warm: bool = True
+    beat_at: float = 0.0
     yields: bool = True
 
 

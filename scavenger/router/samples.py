@@ -184,6 +184,7 @@ def _end_lease(core: Core, sample: Sample, reason: str, regenerated: int) -> Non
         worker.changed = True
         if not worker.leases:
             worker.idle_since = core.now
+            run.idled.append(worker)
     core.record(rec.LeaseEnded(sample.id, sample.epoch, reason, sample.accepted, regenerated, core.now))
     sample.worker_id = 0
 

@@ -95,7 +95,7 @@ class Sample:
         before = self.done
         self.status = target
         self.group.unfinished += before - self.done
-        self.group.run.dirty = True
+        self.group.run.stirred = True
 
     def give_up(self, cause: str) -> None:
         """It ended without an answer: nothing more will be generated, and its group goes on without it."""
@@ -186,6 +186,9 @@ class Run:
     leased: dict[int, int] = field(default_factory=dict)  # weight version -> open leases that name it
     takes: dict[tuple[str, int, int], int] = field(default_factory=dict)  # group key -> the next take, where one was superseded
     dirty: bool = True  # something changed that may let a worker load, or a sample be placed
+    stirred: bool = True  # the same, but only samples changed, and no worker
+    target: int = -1  # version that idle workers were last asked for
+    idled: list[Worker] = field(default_factory=list)  # workers whose last lease ended since
     workers: dict[int, Worker] = field(default_factory=dict)
     reserved_awake: bool = True
     stopped: str = ""

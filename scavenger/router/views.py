@@ -89,8 +89,13 @@ class LiveView:
         return (Waiting(s.id, s.failed_nodes) for s in self._run.queue.waiting(self.version))
 
     def slots(self) -> Sequence[Slots]:
+        return self._slots
+
+    @cached_property
+    def _slots(self) -> Sequence[Slots]:
         most = self.max_batch
-        return [Slots(w.id, len(w.leases), most, w.node) for w in self._run.workers.values() if sm.servable(w, self.version)]
+        version = self.version
+        return [Slots(w.id, len(w.leases), most, w.node) for w in self._run.workers.values() if sm.servable(w, version)]
 
     def _worker(self, worker: Worker) -> WorkerView:
         return WorkerView(
@@ -106,6 +111,7 @@ class LiveView:
             idle_since=worker.idle_since,
             tokens_per_s=worker.tokens_per_s,
             warm=worker.loads > 0,
+            beat_at=worker.beat_at,
             yields=worker.protocol >= YIELDS,
         )
 

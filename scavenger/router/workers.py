@@ -418,11 +418,14 @@ def wake(core: Core, worker: Worker) -> None:
         steer(core, worker)
 
 
-def steer(core: Core, worker: Worker) -> None:
-    """Have an idle worker load what its run needs next. A worker with leases finishes them first: one version a sample (I4)."""
+def steer(core: Core, worker: Worker, target: int | None = None) -> None:
+    """Have an idle worker load what its run needs next (`target`, where the caller knows it).
+
+    A worker with leases finishes them first: one version a sample (I4).
+    """
     if worker.conn is None or worker.status not in (WorkerStatus.LOADING, WorkerStatus.READY) or worker.leases:
         return
-    wanted = sm.target_version(worker.run)
+    wanted = sm.target_version(worker.run) if target is None else target
     version = worker.run.versions.get(wanted)
     if version is None:
         return

@@ -1,7 +1,8 @@
 """Weight pulls as they come and go: flows over one shared interface, and from engine to engine, in virtual time.
 
-Rates are max-min fair (`links.fair_rates`) and piecewise constant; they change when a flow begins or ends. The same arithmetic as
-`links.finish_times`, for flows that are not known beforehand. Knows nothing of versions.
+Without relays all pulls share the source's interface, max-min fair (`links.fair_rates`), and rates change when a flow begins or ends. With
+relays they are served in order, each at its full rate: the source serves as many as its interface feeds, and everybody who has finished one
+more (shared evenly they would all finish last, and nobody could relay). Knows nothing of versions.
 """
 
 from __future__ import annotations
@@ -70,23 +71,23 @@ class Network:
     def _share(self) -> None:
         self._stale = False
         self._advance()
-        caps = dict.fromkeys(sorted(self._flows), self._end)
-        rates = fair_rates(caps, self._source)
-        more: dict[str, float] = {}
-        if self._relay and self._holders:
-            room = {name: self._end - rate for name, rate in rates.items() if self._end > rate}
-            more = fair_rates(room, self._holders * self._end)
-        for name, flow in self._flows.items():
-            flow.rate = rates[name] + more.get(name, 0.0)
+        if self._relay:
+            served = max(1, int(self._source // self._end)) + self._holders
+            for place, flow in enumerate(self._flows.values()):
+                flow.rate = min(self._end, self._source) if place < served else 0.0
+        else:
+            rates = fair_rates(dict.fromkeys(sorted(self._flows), self._end), self._source)
+            for name, flow in self._flows.items():
+                flow.rate = rates[name]
         if self._timer is not None:
             self._timer.cancel()
-        due = min((flow.left / flow.rate for flow in self._flows.values()), default=math.inf)
+        due = min((flow.left / flow.rate for flow in self._flows.values() if flow.rate), default=math.inf)
         self._timer = self._sim.after(max(0.0, due), self._finish) if math.isfinite(due) else None
 
     def _finish(self) -> None:
         self._timer = None
         self._advance()
-        over = [flow for _, flow in sorted(self._flows.items()) if flow.left <= flow.rate * _DONE_S]
+        over = [flow for _, flow in sorted(self._flows.items()) if flow.rate and flow.left <= flow.rate * _DONE_S]
         for flow in over:
             del self._flows[flow.name]
         self._holders += len(over)

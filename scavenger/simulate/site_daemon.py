@@ -5,6 +5,7 @@ Owns the order in which events are handled, and the count of tokens that were re
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -31,8 +32,8 @@ class Daemon:
     def __init__(self, sim: Simulation, policy: RouterPolicy, tick_s: float, heartbeat_s: float) -> None:
         self._sim, self._tick_s = sim, tick_s
         limits = Limits(
-            heartbeat_s=heartbeat_s, suspect_s=4 * max(heartbeat_s, tick_s), dead_s=12 * max(heartbeat_s, tick_s), stalled_s=36_000.0
-        )
+            heartbeat_s=heartbeat_s, suspect_s=math.inf, dead_s=math.inf, stalled_s=math.inf
+        )  # engines here fall silent only with a goodbye, or with their jobs
         self.router = Router(limits, 1, NoPayloads(), new_policy=lambda _run: policy)
         self._peers: dict[int, Peer] = {}
         self._events: deque[RouterEvent] = deque()

@@ -183,8 +183,8 @@ class SimEngine:
         return held is not None and held.lease.epoch == epoch
 
     def beat(self) -> None:
-        """Tell what is held, and how far it is."""
-        if not (self.alive and self.greeted):
+        """Tell what is held, and how far it is. One that holds nothing has nothing to tell, and nobody doubts that it lives."""
+        if not (self.alive and self._held):
             return
         progress = self.batch.progress(self._sim.now)
         held = tuple(
@@ -196,6 +196,10 @@ class SimEngine:
     # ---------------------------------------------------------------- weights
 
     def _use(self, version: int) -> None:
+        if version == self._wanted:  # asked again: a load under way is not disturbed
+            if version == self.loaded:
+                self._say(WeightsLoaded(version, root_of(version)))
+            return
         self._drop(list(self._held))
         self._wanted, self.loaded = version, -1
         self._fetch(self, version, lambda: self._pulled(version))

@@ -160,7 +160,8 @@ def test_the_core_is_consistent_after_every_event(monkeypatch: pytest.MonkeyPatc
         self.router.check()
 
     monkeypatch.setattr(Daemon, "_handle", checked)
-    out = simulate(replace(UNEVEN, steps=2, fleet=coming_and_going(2), max_engines=6), RLBOOST)
+    contender = rlboost(RLBoostSettings(batch=4))  # moves much
+    out = simulate(replace(UNEVEN, steps=2, fleet=coming_and_going(2), max_engines=6, max_batch=32), contender)
     assert out.decisions["rebalance"] > 0
 
 

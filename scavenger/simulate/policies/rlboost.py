@@ -7,7 +7,7 @@
 - an instance that loads the step's weights counts among the queues, so that the first to have them does not get everything.
 - micro-batches are trained in any order (all contenders do).
 
-A lease is *pending* at an instance until a token of it was reported.
+A lease is *pending* when its instance has reported since it was given, and no token of it.
 """
 
 from __future__ import annotations
@@ -15,13 +15,16 @@ from __future__ import annotations
 import functools
 import heapq
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from scavenger.router.policy import Fact, Move, Placement, RunView, SampleView, WindowDecision
 from scavenger.simulate.contender import Contender
-from scavenger.simulate.policies.even import even_share
+from scavenger.simulate.policies.even import Share
 from scavenger.simulate.policies.seeding import Seeding
+
+#: A request that is executed has its first token after this at the latest.
+PREFILL_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +48,17 @@ class RLBoost:
     def __init__(self, settings: Settings = Settings()) -> None:
         self._settings = settings
         self._seeding = Seeding(settings.eta, settings.floor_s if settings.seeds else 0.0, settings.first_s, memo=settings.memo)
+        self._share = Share()
         self._pending: dict[int, int] = defaultdict(int)  # by worker: as of the last look, and given since
 
     def observe(self, fact: Fact, now: float) -> None:
         self._seeding.observe(fact, now)
+        self._share.observe(fact)
 
     def place(self, view: RunView, now: float) -> Sequence[Placement]:
         if not self._pending_known(view):
             self._count(view)
-        theta, share = self._settings.theta, even_share(view)
+        theta, share = self._settings.theta, self._share.each
         slots = [(s.leases, s.worker_id, min(s.max_batch, share)) for s in view.slots() if self._pending[s.worker_id] < theta]
         heap = [slot for slot in slots if slot[0] < slot[2]]
         heapq.heapify(heap)
@@ -74,25 +79,28 @@ class RLBoost:
 
     def _count(self, view: RunView) -> None:
         self._pending = defaultdict(int)
+        beats = {worker.id: worker.beat_at for worker in view.workers}
         for sample in view.samples:
-            if sample.worker_id and _pends(sample):
+            if sample.worker_id and _pends(sample, beats):
                 self._pending[sample.worker_id] += 1
 
     def rebalance(self, view: RunView, now: float) -> Sequence[Move]:
         idle = [slot.worker_id for slot in view.slots() if not slot.leases]
         self._pending = defaultdict(int) if not view.waits else self._pending
-        if not idle or view.waits:
+        fullest = max((slot.leases for slot in view.slots()), default=0)
+        if not idle or view.waits or fullest <= self._settings.batch // 4:  # so few are all executed
             return ()
+        beats = {worker.id: worker.beat_at for worker in view.workers}
         queues: dict[int, list[SampleView]] = defaultdict(list)
         for sample in view.samples:
             if sample.worker_id and not sample.moving:
                 queues[sample.worker_id].append(sample)
         spare = []  # (how many its instance has, sample): the fullest instance gives first
         for held in queues.values():
-            pending = [s for s in held if _pends(s)]
+            pending = [s for s in held if _pends(s, beats)]
             executing = len(held) - len(pending)
             excess = max(0, executing - self._settings.batch)
-            running = sorted((s for s in held if not _pends(s)), key=lambda s: (s.length, s.id))  # the least to prefill again
+            running = sorted((s for s in held if not _pends(s, beats)), key=lambda s: (s.length, s.id))  # the least to prefill again
             spare += [(len(held), s) for s in [*pending, *running[:excess]]]
         spare.sort(key=lambda pair: (-pair[0], pair[1].id))
         return [
@@ -109,8 +117,8 @@ class RLBoost:
         return self._seeding.cap(sum(w.kind == "reserved" for w in view.workers), view.max_engines)
 
 
-def _pends(sample: SampleView) -> bool:
-    return sample.length <= sample.lease_offset
+def _pends(sample: SampleView, beats: Mapping[int, float]) -> bool:
+    return sample.length <= sample.lease_offset and beats.get(sample.worker_id, 0.0) > sample.leased_at + PREFILL_S
 
 
 def rlboost(settings: Settings = Settings(), name: str = "rlboost") -> Contender:
