@@ -22,6 +22,8 @@ class HeldLease:
         self.sent = self.base
         self.finish: str | None = None
         self.finish_sent = False
+        self.given_back = False  # nothing more is generated under it; its tokens stay until a Revoke says that they are durable
+        self.yield_sent = False
         self._finish_acked = False
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
@@ -44,6 +46,17 @@ class HeldLease:
     def pending(self) -> int:
         """Tokens never sent on this connection."""
         return self.length - self.sent
+
+    @property
+    def runs(self) -> bool:
+        """The engine is at it."""
+        return self.finish is None and not self.given_back
+
+    @property
+    def at_bound(self) -> bool:
+        """It has as many new tokens as the lease is for."""
+        most = self.lease.most_tokens
+        return self.runs and 0 < most <= self.length - self.base
 
     @property
     def settled(self) -> bool:
@@ -87,7 +100,7 @@ class HeldLease:
     def rewind(self) -> None:
         """Send again, from the durable length, whatever may have been lost."""
         self.sent = self.durable
-        self.finish_sent = False
+        self.finish_sent = self.yield_sent = False
 
     def chunk(self, most: int) -> Chunk | None:
         """The next at most `most` tokens to send, or None. Counts them as sent."""
@@ -146,7 +159,14 @@ class LeaseTable:
 
     def unsettled(self) -> bool:
         """Whether the daemon owes an ack."""
-        return any(held.unacked or held.finish is not None for held in self._by_sample.values())
+        return any(held.unacked or not held.runs for held in self._by_sample.values())
+
+    def to_yield(self) -> list[HeldLease]:
+        """Given back, with everything sent but the word that says so. Counts it as said."""
+        found = [held for held in self._by_sample.values() if held.given_back and not held.yield_sent and held.finish is None]
+        for held in found:
+            held.yield_sent = True
+        return found
 
     def held(self) -> tuple[Held, ...]:
         return tuple(held.held() for held in self._by_sample.values())

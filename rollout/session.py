@@ -265,7 +265,7 @@ class Session:
 
 _Handler = Callable[[Session, Any, float], list[Action]]
 #: Messages that need an engine.
-_ORDERS = (wire.UseWeights, wire.Assign, wire.Revoke, wire.Sleep, wire.Wake)
+_ORDERS = (wire.UseWeights, wire.Assign, wire.Yield, wire.Revoke, wire.Sleep, wire.Wake)
 
 _ON_EVENT: dict[type[Event], _Handler] = {
     Received: Session._received,
@@ -288,6 +288,7 @@ _ON_MESSAGE: dict[type[wire.Message], _Handler] = {
     wire.HeartbeatAck: lambda s, m, now: s.work.beat_acked(m, now),
     wire.UseWeights: lambda s, m, now: s.work.use_weights(m, now),
     wire.Assign: lambda s, m, now: s.work.assign(m, now),
+    wire.Yield: lambda s, m, now: s.work.yield_(m, now),
     wire.Revoke: lambda s, m, now: s.work.revoked(m, now),
     wire.Ack: lambda s, m, now: s.work.acked(m, now),
     wire.Sleep: lambda s, m, now: s.work.sleep(m, now),

@@ -65,7 +65,7 @@ class Work:
     def close(self) -> list[Action]:
         """The worker leaves: stop what the engine is at. What was made stays until it is durable."""
         self.closed, self._waiting = True, []
-        handles = tuple(held.handle for held in self.leases.all() if held.finish is None)
+        handles = tuple(held.handle for held in self.leases.all() if held.runs)
         return [Abort(handles)] if handles else []
 
     def beat(self, progress: int, now: float, unacked_s: float) -> list[Action]:
@@ -94,6 +94,9 @@ class Work:
         actions: list[Action] = []
         while chunks := self.leases.chunks(self._message_tokens):
             actions.append(Send(wire.Chunks(tuple(chunks))))
+        back = self.leases.to_yield()
+        if back:
+            actions.append(Send(wire.Yielded(tuple(held.held() for held in back))))
         return actions
 
     def _send(self, message: wire.WorkerMessage) -> list[Action]:
@@ -113,13 +116,15 @@ class Work:
             self._acked_at = now  # nothing was owed until now
         for delta in event.deltas:
             held = self.leases.of_handle(delta.handle)
-            if held is None or self.closed:
-                continue  # revoked while the engine was at it, or too late for the goodbye
+            if held is None or held.given_back or self.closed:
+                continue  # revoked or given back while the engine was at it, or too late for the goodbye
             if delta.error is not None:
                 actions += self._fail(held, delta.error)
                 continue
             held.extend(delta)
             self._rate_tokens += len(delta.token_ids)
+            if held.at_bound:
+                actions += self._give_back([held], now)
             if terms is not None and held.pending >= terms.flush_tokens:
                 self.flush_at = now
         if self.flush_at is None and terms is not None:
@@ -176,9 +181,29 @@ class Work:
         handles = []
         for held in leases:
             self.leases.drop(held)
-            if held.finish is None:
+            if held.runs:
                 handles.append(held.handle)
         return [Abort(tuple(handles))] if handles else []
+
+    def _give_back(self, leases: Iterable[HeldLease], now: float) -> list[Action]:
+        handles = []
+        for held in leases:
+            held.given_back = True
+            handles.append(held.handle)
+        self.flush_at = now
+        return [Abort(tuple(handles))] if handles else []
+
+    def yield_(self, message: wire.Yield, now: float) -> list[Action]:
+        """Asked to give leases back. One that ended meanwhile ends; one that waits for its version goes as it came."""
+        asked = set(message.leases)
+        waiting = [w for w in self._waiting if (w.sample_id, w.epoch) in asked]
+        self._waiting = [w for w in self._waiting if (w.sample_id, w.epoch) not in asked]
+        untouched = tuple(wire.Held(w.sample_id, w.epoch, len(w.accepted) // 4) for w in waiting)
+        found = [held for name in message.leases if (held := self.leases.find(*name)) is not None]
+        for held in found:
+            held.yield_sent = False  # asked again: said again
+        abort = self._give_back([held for held in found if held.runs], now)
+        return [*abort, *self.flush(), *(self._send(wire.Yielded(untouched)) if untouched else [])]
 
     def revoked(self, message: wire.Revoke, _now: float) -> list[Action]:
         over = set(message.leases)

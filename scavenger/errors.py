@@ -104,6 +104,10 @@ class EngineError(ScavengerError):
     """An inference engine cannot serve."""
 
 
+class SimulationError(ScavengerError):
+    """A simulation cannot go on: a scenario that cannot be, or a bug of the simulator."""
+
+
 class RewardError(ScavengerError):
     """A reward function raised or ran past its deadline. Not a reward of 0."""
 

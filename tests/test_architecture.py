@@ -18,9 +18,10 @@ TOP_LEVEL = {*PACKAGES, "scripts", "sql", "tests", "docs", "benchmarks", "exampl
 BUILT = {"build", "dist", "demo-out", "__pycache__"}
 
 # What a worker or a trainer may know of the control plane: how to talk to it, and what they agree on.
-SHARED = {"wire", "client", "weights", "config", "errors", "keys", "resources", "__version__"}
+SHARED = {"wire", "client", "weights", "config", "errors", "keys", "resources", "phases", "__version__"}
 
 PURE = (
+    "scavenger/phases.py",
     "scavenger/wire/*.py",
     "scavenger/cluster/model.py",
     "scavenger/cluster/commands.py",
@@ -28,9 +29,12 @@ PURE = (
     "scavenger/harvest/policy.py",
     "scavenger/harvest/tracker.py",
     "scavenger/router/machine*.py",
+    "scavenger/router/advice.py",
     "scavenger/router/placement.py",
+    "scavenger/router/policy.py",
     "scavenger/router/offload.py",
     "scavenger/simulate/*.py",
+    "scavenger/simulate/policies/*.py",
 )
 # A pure module gets time, randomness and the outside world as arguments; so does all that it imports of ours.
 IMPURE_MODULES = {

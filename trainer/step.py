@@ -16,11 +16,10 @@ from typing import Protocol
 
 import msgspec
 
-from scavenger import wire
+from scavenger import phases, wire
 from scavenger.config import RunConfig
 from scavenger.errors import WireError
 from scavenger.weights.manifest import Manifest
-from trainer import phases
 from trainer.batching import Micro, Row, mini_batch_of, one_per_group, rounds, spread
 from trainer.data import Problem
 from trainer.model import RowStats, learning_rate
@@ -28,6 +27,8 @@ from trainer.ranks import Ranks
 from trainer.scoring import ScoredGroup, Scoring, specs
 
 POLL_S = 0.1
+#: What the daemon says of the window, and what that decides.
+WINDOW: dict[str, bool | None] = {"open": False, "close": True, "": None}
 
 
 class Run(Protocol):
@@ -51,8 +52,9 @@ class Run(Protocol):
 
 @dataclass(slots=True)
 class Seconds:
-    """Where a step's time went."""
+    """Where a step's time went. `seed`: the trainer's own GPUs generated; `wait`: they waited for others' groups."""
 
+    seed: float = 0.0
     wait: float = 0.0
     reward: float = 0.0
     train: float = 0.0
@@ -100,9 +102,11 @@ class Stepper:
         """Generate with `version`, train, take the optimizer step. The commit is the caller's."""
         started = time.monotonic()
         work = self._submit(step, version, problems)
+        fleet = self._run.fleet
         machine, actions = phases.begin(
-            self._plan(problems), harvested=self._run.fleet.harvested, reserved_awake=self.reserved_awake, now=time.monotonic()
-        )
+            self._plan(problems), harvested=fleet.harvested, reserved_awake=self.reserved_awake, now=time.monotonic(),
+            close=WINDOW[fleet.window], why=fleet.window_reason,
+        )  # fmt: skip
         events = self._perform(work, machine, actions)
         while machine.phase is not phases.Phase.FINISH:
             events.extend(self._observe(work, machine, timeout_s=0.0 if events else POLL_S))
@@ -159,11 +163,16 @@ class Stepper:
         before = time.monotonic()
         arrived = self._run.poll(timeout_s)
         after = time.monotonic()
-        work.seconds.wait += after - before
+        if machine.reserved_awake:
+            work.seconds.seed += after - before
+        else:
+            work.seconds.wait += after - before
         events: list[phases.Event] = []
         fleet = self._run.fleet
         if fleet.harvested != machine.harvested:
             events.append(phases.FleetChanged(fleet.harvested, fleet.reserved_awake + fleet.reserved_asleep))
+        if WINDOW[fleet.window] != machine.close:
+            events.append(phases.WindowDecided(WINDOW[fleet.window], fleet.window_reason))
         for group in arrived:
             if group.group_id not in work.submitted:
                 raise WireError(f"group {group.group_id} of step {group.step} came while step {work.step} was under way")
@@ -231,6 +240,7 @@ class Stepper:
             "moves": float(work.moves),
             "micro_steps": float(work.micro_steps),
             "seconds": time.monotonic() - started,
+            "seconds_seed": work.seconds.seed,
             "seconds_wait": work.seconds.wait,
             "seconds_reward": work.seconds.reward,
             "seconds_train": work.seconds.train,

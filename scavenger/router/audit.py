@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from scavenger.router import advice
 from scavenger.router import samples as sm
+from scavenger.router.policy import Standard
 from scavenger.router.state import Core, Run, Sample, SampleStatus, Worker, WorkerStatus
 
 
@@ -33,6 +35,10 @@ def _check_sample(core: Core, sample: Sample) -> None:
 def _check_worker(core: Core, worker: Worker) -> None:
     for sample in worker.leases.values():
         assert sample.worker_id == worker.id, f"worker {worker.id} holds sample {sample.id} of worker {sample.worker_id}"
+    for sample_id, asked in worker.yielding.items():
+        held = worker.leases.get(sample_id)
+        assert held is not None, f"worker {worker.id} is to give sample {sample_id} back and does not hold it"
+        assert held.epoch == asked.epoch, f"worker {worker.id} is to give back an older lease of sample {sample_id}"
     if worker.conn is not None:
         assert core.by_conn.get(worker.conn) is worker, f"worker {worker.id}: connection {worker.conn} is not its own"
     assert worker.run.workers.get(worker.id) is worker, f"worker {worker.id} is not among its run's"
@@ -50,7 +56,8 @@ def _check_run(core: Core, run: Run) -> None:
     assert {s.id for v in versions for s in run.queue.waiting(v)} == waiting, f"run {run.id}: the queue's order lacks samples"
     if run.ended:
         return
-    assert not sm.placements(core, run), f"run {run.id}: samples could be placed and were not"
+    if isinstance(run.policy, Standard):  # others may hold samples back
+        assert not advice.placements(core, run), f"run {run.id}: samples could be placed and were not"
     wanted = sm.target_version(run)
     for worker in run.workers.values():
         idle = worker.conn is not None and not worker.leases and worker.status in (WorkerStatus.READY, WorkerStatus.LOADING)

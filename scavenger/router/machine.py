@@ -11,10 +11,11 @@ a reply to the trainer, a complete group. The core reads no clock and draws no r
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from scavenger.ledger import records as rec
-from scavenger.router import audit, restore, runs, workers
+from scavenger.router import advice, audit, restore, runs, workers
 from scavenger.router import samples as sm
 from scavenger.router.events import (
     Committed,
@@ -30,8 +31,9 @@ from scavenger.router.events import (
     WorkerSaid,
 )
 from scavenger.router.payloads import Payloads
+from scavenger.router.policy import NewPolicy
 from scavenger.router.state import Core, Limits, Run, Worker
-from scavenger.wire import Chunks, Heartbeat, Ping
+from scavenger.wire import Chunks, Heartbeat, Ping, Yielded
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +50,18 @@ class Demand:
 class Router:
     """Feed it events in any order; perform the actions it returns, in order."""
 
-    def __init__(self, limits: Limits, generation: int, payloads: Payloads, ledger: str = "", restored: bool = False) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        generation: int,
+        payloads: Payloads,
+        ledger: str = "",
+        restored: bool = False,
+        new_policy: NewPolicy | None = None,
+    ) -> None:
         self.core = Core(limits, generation, payloads, ledger, restored)
+        if new_policy is not None:
+            self.core.new_policy = new_policy
 
     def handle(self, event: RouterEvent, now: float) -> list[RouterAction]:
         core = self.core
@@ -86,22 +98,41 @@ class Router:
         timed = isinstance(event, Tick)
         everything = _may_change_anything(event)
         for run in self.core.runs.values():
-            if run.ended or not (run.dirty or timed or everything):
+            if run.ended or not (run.dirty or run.stirred or timed or everything):
                 continue
-            changed = run.dirty or everything
-            run.dirty = False
-            if changed:
-                for worker in run.workers.values():
-                    workers.steer(self.core, worker)
-                sm.place_queued(self.core, run)
-                run.dirty = False  # what settling itself changed is settled
+            fleet = run.dirty or everything
+            if fleet or run.stirred:
+                self._steer_idle(run, anyway=fleet)
+            if fleet or run.stirred or run.queue:
+                advice.place_queued(self.core, run)
+            self._ask(run, fleet=fleet, timed=timed)
+            run.dirty = run.stirred = False  # what settling itself changed is settled
             self._tell_trainer(run, timed=timed)
+
+    def _steer_idle(self, run: Run, *, anyway: bool) -> None:
+        """Idle workers load what is wanted now: all of them where that or the fleet changed, else those that became idle."""
+        target = sm.target_version(run)
+        everyone = anyway or target != run.target
+        idle = run.workers.values() if everyone else run.idled
+        run.target, run.idled = target, []
+        for worker in idle:
+            if not worker.leases and worker.id in run.workers:
+                workers.steer(self.core, worker, target)
+
+    def _ask(self, run: Run, *, fleet: bool, timed: bool) -> None:
+        """Moves and the window are asked for when the fleet, the step or the window changed, and when it is time."""
+        sizes = runs.fleet_sizes(run) if fleet or timed else run.sizes
+        fresh, run.fresh, run.sizes = run.fresh or sizes != run.sizes, False, sizes
+        if fresh or timed:
+            advice.rebalance(self.core, run, timed=not fresh)
+            advice.window(self.core, run, timed=not fresh)
 
     def _tell_trainer(self, run: Run, *, timed: bool) -> None:
         if run.conn is None:
             return
         last = run.fleet
-        moved = last is None or runs.fleet_sizes(run) != (last.harvested, last.reserved_awake, last.reserved_asleep)
+        told = None if last is None else (last.harvested, last.reserved_awake, last.reserved_asleep, last.window)
+        moved = told != (*run.sizes, run.window)
         if not moved and not timed:
             return
         fleet = runs.fleet_of(run)
@@ -138,9 +169,13 @@ class Router:
         """How many harvested engines each run can use. Between two steps it is what the last step could use: engines stay."""
         wanted = []
         for run in sorted(self.core.runs.values(), key=lambda r: r.id):
-            engines, reason = _engines_for(run, now, self.core.limits)
+            engines, reason = advice.engines_for(self.core, run, now, self.core.limits)
             wanted.append(Demand(run.id, run.name, engines, run.gpus_per_engine, reason))
         return wanted
+
+    def ask_at(self) -> float:
+        """When a policy wants to be asked again at the latest (s): a driver in virtual time ticks then. Live, ticks come anyway."""
+        return min((run.ask_window_at for run in self.core.runs.values() if not run.ended), default=math.inf)
 
     def restore(self, snapshot: rec.Snapshot, now: float) -> list[RouterAction]:
         """Rebuild the tables from the ledger after a restart; open leases stay with their holders until `reconnect_s` is over."""
@@ -157,25 +192,7 @@ def _may_change_anything(event: RouterEvent) -> bool:
     """False for the frequent events, whose few consequences mark the run themselves."""
     match event:
         case WorkerSaid(message=message):
-            return not isinstance(message, Chunks | Heartbeat)
+            return not isinstance(message, Chunks | Heartbeat | Yielded)
         case TrainerCalled(call=call):
             return not isinstance(call.body, Ping)
     return not isinstance(event, Committed | Tick | Heard)
-
-
-def _engines_for(run: Run, now: float, limits: Limits) -> tuple[int, str]:
-    if run.ended or run.stopped:
-        return 0, "the run is over"
-    if not run.harvest:
-        return 0, "run.harvest = false"
-    if not run.versions:
-        return 0, "no weights are published yet"
-    silent = now - run.trainer_seen
-    if silent > limits.trainer_gone_s:
-        return 0, f"its trainer was silent for {limits.trainer_gone_s:g} s: it is taken for dead"
-    if silent > limits.trainer_silent_s and not run.queue and not any(w.leases for w in run.workers.values()):
-        return 0, f"its trainer was silent for {limits.trainer_silent_s:g} s"
-    # Below a quarter of its slots an engine's decode step costs almost as much as a full one: more engines would not help.
-    useful = -(-max(run.step_samples, len(run.queue)) // max(1, run.engine.max_batch // 4))
-    engines = min(run.max_engines, useful)
-    return engines, f"{run.step_samples} samples a step can use {useful} engines, run.max_engines = {run.max_engines}"

@@ -20,7 +20,7 @@ def restore(core: Core, snapshot: rec.Snapshot) -> None:
     core.next_sample_id, core.next_worker_id = snapshot.next_sample_id, snapshot.next_worker_id
     by_id: dict[int, Run] = {}
     for state in snapshot.runs:
-        run = _restore_run(state, core.now)
+        run = _restore_run(core, state)
         core.runs[run.name] = by_id[run.id] = run
     for worker_state in snapshot.workers:
         if worker_state.joined.run_id in by_id:
@@ -38,7 +38,8 @@ def restore(core: Core, snapshot: rec.Snapshot) -> None:
         if run_id in by_id:
             by_id[run_id].takes[purpose, step, prompt_index] = take + 1
     for run in by_id.values():
-        run.step_samples = _newest_step(snapshot.groups, run.id)
+        run.newest, run.step_samples = _newest_step(snapshot.groups, run.id)
+        run.submitted_at = run.window_since = core.now
 
 
 def _unsettled(run: Run, state: rec.GroupState) -> bool:
@@ -52,13 +53,14 @@ def _unsettled(run: Run, state: rec.GroupState) -> bool:
     return state.created.step > run.last_step if state.created.purpose == "train" else any(s.state == "poisoned" for s in state.samples)
 
 
-def _newest_step(groups: tuple[rec.GroupState, ...], run_id: int) -> int:
-    """Samples of the run's newest step: what its fleet is sized for, or its engines would be given back until the next one."""
+def _newest_step(groups: tuple[rec.GroupState, ...], run_id: int) -> tuple[tuple[str, int], int]:
+    """The run's newest step and its samples: what its fleet is sized for, or its engines would be given back until the next one."""
     mine = [g for g in _newest_takes(groups) if g.created.run_id == run_id]
     newest = max(mine, key=lambda g: g.created.group_id, default=None)
     if newest is None:
-        return 0
-    return sum(len(g.samples) for g in mine if (g.created.purpose, g.created.step) == (newest.created.purpose, newest.created.step))
+        return ("train", 0), 0
+    step = (newest.created.purpose, newest.created.step)
+    return step, sum(len(g.samples) for g in mine if (g.created.purpose, g.created.step) == step)
 
 
 def _newest_takes(groups: tuple[rec.GroupState, ...]) -> list[rec.GroupState]:
@@ -129,16 +131,17 @@ def _restore_status(core: Core, run: Run, sample: Sample, row: rec.SampleState) 
         run.queue.add(sample)
 
 
-def _restore_run(state: rec.RunState, now: float) -> Run:
+def _restore_run(core: Core, state: rec.RunState) -> Run:
     made = state.created
-    run = Run(made.run_id, made.name, made.owner_key, made.seed, msgspec.json.decode(state.engine.encode(), type=EngineSpec))
+    engine = msgspec.json.decode(state.engine.encode(), type=EngineSpec)
+    run = Run(made.run_id, made.name, made.owner_key, made.seed, engine, policy=core.new_policy(made.name))
     config = msgspec.json.decode(state.config.encode())
     section = config.get("run", {})
     run.harvest = bool(section.get("harvest", True))
     run.max_engines, run.gpus_per_engine = int(section.get("max_engines", 0)), int(section.get("gpus_per_engine", 1))
     run.poison_after, run.on_poison = int(section.get("poison_after", 3)), str(section.get("on_poison", "stop"))
     run.attempt, run.resume_step, run.last_step = state.attempt, state.resume_step, state.last_step
-    run.trainer_seen, run.ended = now, state.ended
+    run.trainer_seen, run.ended = core.now, state.ended
     for v in state.versions:
         run.versions[v.version] = Version(v.version, v.step, v.root, v.manifest)
     run.next_version = max(run.versions, default=0) + 1
@@ -148,6 +151,6 @@ def _restore_run(state: rec.RunState, now: float) -> Run:
 def _restore_worker(core: Core, run: Run, joined: rec.WorkerJoined) -> None:
     worker = Worker(
         joined.worker_id, run, joined.kind, joined.intent_id, joined.session, joined.incarnation,
-        joined.job_id, joined.node, joined.gpus, None, WorkerStatus.AWAY, core.now, idle_since=core.now,
+        joined.job_id, joined.node, joined.gpus, None, WorkerStatus.AWAY, core.now, idle_since=core.now, joined_at=core.now,
     )  # fmt: skip
     core.workers[worker.id] = run.workers[worker.id] = worker

@@ -11,6 +11,7 @@ from scavenger.ledger import records as rec
 from scavenger.router import samples as sm
 from scavenger.router import workers as wk
 from scavenger.router.events import Identity
+from scavenger.router.policy import StepFinished, StepSubmitted, WindowMoved
 from scavenger.router.state import Core, Group, Run, Sample, SampleStatus, Version, Worker, WorkerStatus
 from scavenger.wire import (
     MAX_MESSAGE_BYTES,
@@ -37,6 +38,7 @@ from scavenger.wire import (
     SampleOutcome,
     SetReserved,
     SubmitGroups,
+    words,
 )
 
 OUTCOMES = {"train": ("consumed", "filtered", "masked"), "eval": ("evaluated", "masked")}
@@ -128,7 +130,7 @@ def _open(core: Core, conn: int, identity: Identity, call: Call, body: OpenRun, 
         run.opening = (conn, call.id, body)  # a repeat: its trainer connected again while the ledger is being read
         return
     if run is None:
-        run = Run(core.next_run_id, call.run, identity.public_key, body.seed, body.engine)
+        run = Run(core.next_run_id, call.run, identity.public_key, body.seed, body.engine, policy=core.new_policy(call.run))
         core.next_run_id += 1
         core.runs[call.run] = run
         core.record(
@@ -241,6 +243,8 @@ def _submit(core: Core, run: Run, body: SubmitGroups) -> ReplyBody:
             return Denied("invalid", fault, "lower sampling.max_tokens, raise model.context_length, or drop the prompt from the data")
     groups = [_group_for(core, run, body, spec) for spec in body.groups]
     run.step_samples = sum(len(g.samples) for g in run.by_key.values() if (g.purpose, g.step) == (body.purpose, body.step))
+    run.newest, run.submitted_at, run.fresh = (body.purpose, body.step), core.now, True
+    run.policy.observe(StepSubmitted(body.step, body.purpose, run.step_samples, len(groups)), core.now)
     for group in groups:
         sm.deliver_if_done(core, group)
     return Accepted(tuple(g.id for g in groups))
@@ -319,6 +323,7 @@ def _commit(core: Core, run: Run, body: CommitStep) -> ReplyBody:
             run.id, body.step, body.purpose, run.attempt, body.version, msgspec.json.encode(body.metrics).decode(), core.now
         )
     )  # fmt: skip
+    run.policy.observe(StepFinished(body.step, body.purpose, body.metrics), core.now)
     if body.purpose == "train":
         run.last_step = body.step
         for group in [g for g in run.by_key.values() if g.orphaned and g.purpose == "train" and g.step <= body.step]:
@@ -363,6 +368,9 @@ def _retire_versions(run: Run, keep: int = 4) -> None:
 
 
 def _set_reserved(core: Core, run: Run, body: SetReserved) -> ReplyBody:
+    if run.reserved_awake != body.awake:
+        run.window_since, run.fresh = core.now, True
+        run.policy.observe(WindowMoved(body.awake), core.now)
     run.reserved_awake = body.awake
     for worker in list(run.workers.values()):
         if worker.kind != "reserved":
@@ -411,4 +419,4 @@ def fleet_of(run: Run) -> Fleet:
     """The run's workers as its trainer sees them."""
     open_samples = sum(g.unfinished for g in run.by_key.values() if not g.orphaned)
     held = sum(len(w.leases) for w in _live(run) if w.kind == "reserved")
-    return Fleet(*fleet_sizes(run), open_samples, held)
+    return Fleet(*fleet_sizes(run), open_samples, held, run.window, words(run.window_reason))

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from scavenger.ledger import records as rec
-from scavenger.router import placement
+from scavenger.router.policy import SampleFinished
 from scavenger.router.state import Core, Group, Run, Sample, SampleStatus, Worker, WorkerStatus
 from scavenger.wire import Ack, Assign, Chunk, DoneSample, GroupDone, Held, Lease, Revoke, RunStopped
 
@@ -154,13 +154,27 @@ def finish(core: Core, sample: Sample, reason: str) -> None:
     sample.step("finish")
     sample.finish = reason
     core.record(rec.SampleFinished(sample.id, reason, sample.accepted, core.now))
+    _tell_finished(core, sample)
     if sample.worker_id:
         _end_lease(core, sample, "finished", 0)
     core.length_accepted(sample)
 
 
+def _tell_finished(core: Core, sample: Sample) -> None:
+    group, worker = sample.group, core.workers.get(sample.worker_id)
+    kind, node = (worker.kind, worker.node) if worker is not None else ("", "")
+    group.run.policy.observe(
+        SampleFinished(
+            sample.id, group.id, group.step, sample.accepted, len(group.prompt) // 4, sample.finish == "length",
+            sample.worker_id, kind, node,
+        ),
+        core.now,
+    )  # fmt: skip
+
+
 def _end_lease(core: Core, sample: Sample, reason: str, regenerated: int) -> None:
-    worker, leased, version = core.workers.get(sample.worker_id), sample.group.run.leased, sample.lease_version
+    worker, run, version = core.workers.get(sample.worker_id), sample.group.run, sample.lease_version
+    leased = run.leased
     left = leased[version] - 1
     if left:
         leased[version] = left
@@ -168,8 +182,11 @@ def _end_lease(core: Core, sample: Sample, reason: str, regenerated: int) -> Non
         del leased[version]
     if worker is not None:
         worker.leases.pop(sample.id, None)
+        worker.yielding.pop(sample.id, None)
+        worker.changed = True
         if not worker.leases:
             worker.idle_since = core.now
+            run.idled.append(worker)
     core.record_end(rec.LeaseEnded(sample.id, sample.epoch, reason, sample.accepted, regenerated, core.now))
     sample.worker_id = 0
 
@@ -310,34 +327,12 @@ def servable(worker: Worker, version: int) -> bool:
     )
 
 
-def placements(core: Core, run: Run) -> list[tuple[int, int]]:
-    """(sample, worker) of every lease that could be granted now."""
-    if not run.queue or run.stopped or run.ended:
-        return []
-    version = target_version(run)
-    slots = [placement.Slots(w.id, len(w.leases), run.engine.max_batch, w.node) for w in run.workers.values() if servable(w, version)]
-    if not any(s.leases < s.max_batch for s in slots):
-        return []
-    waiting = (placement.Waiting(s.id, s.failed_nodes) for s in run.queue.waiting(version))
-    return list(placement.place(waiting, slots))
-
-
-def place_queued(core: Core, run: Run) -> None:
-    """Lease queued samples of the run's target version to workers with free slots. A lease is sent once it is durable."""
-    batches: dict[int, list[tuple[Lease, int]]] = {}
-    samples, workers = core.samples, core.workers
-    placed = placements(core, run)
-    run.queue.discard_all([samples[sample_id] for sample_id, _ in placed])
-    for sample_id, worker_id in placed:
-        granted = _grant(core, samples[sample_id], workers[worker_id])
-        batch = batches.get(worker_id)
-        if batch is None:
-            batches[worker_id] = [granted]
-        else:
-            batch.append(granted)
-    for worker_id, leases in batches.items():
-        for part in _in_messages(leases):
-            core.send_filled(core.workers[worker_id].conn, Assign(tuple(x for x, _ in part)), tuple(n for _, n in part))
+def lease(core: Core, worker: Worker, samples: Sequence[tuple[Sample, int]]) -> None:
+    """Lease (sample, most new tokens or 0) pairs to a worker. It is sent once it is durable."""
+    worker.run.queue.discard_all([sample for sample, _ in samples])
+    leases = [_grant(core, sample, worker, most_tokens) for sample, most_tokens in samples]
+    for part in _in_messages(leases):
+        core.send_filled(worker.conn, Assign(tuple(x for x, _ in part)), tuple(n for _, n in part))
 
 
 def _in_messages(leases: list[tuple[Lease, int]]) -> Iterator[list[tuple[Lease, int]]]:
@@ -355,7 +350,7 @@ def _in_messages(leases: list[tuple[Lease, int]]) -> Iterator[list[tuple[Lease, 
         yield part
 
 
-def _grant(core: Core, sample: Sample, worker: Worker) -> tuple[Lease, int]:
+def _grant(core: Core, sample: Sample, worker: Worker, most_tokens: int) -> tuple[Lease, int]:
     """The lease, and how many accepted tokens go with it."""
     sample.step("lease")
     group, accepted, now = sample.group, sample.accepted, core.now
@@ -367,12 +362,14 @@ def _grant(core: Core, sample: Sample, worker: Worker) -> tuple[Lease, int]:
     sample.leased_at = sample.chunk_at = now
     sample.largest_flush = 0
     sample.reported = accepted
+    sample.limit = most_tokens
     worker.leases[sample.id] = sample
+    worker.changed = True
     run.leased[version] = run.leased.get(version, 0) + 1
     sample.assigned_at = None
     core.lease_granted(sample)
     core.record_grant(rec.LeaseGranted(sample.id, epoch, worker.id, version, accepted, now))
-    return Lease(sample.id, epoch, version, group.prompt, b"", group.sampling, run.seed, sample.key), accepted
+    return Lease(sample.id, epoch, version, group.prompt, b"", group.sampling, run.seed, sample.key, most_tokens), accepted
 
 
 def target_version(run: Run) -> int:

@@ -16,6 +16,7 @@ import msgspec
 from scavenger.ledger import records as rec
 from scavenger.router.events import Fill, ReadHistory, RouterAction, Send, Write
 from scavenger.router.payloads import Payloads
+from scavenger.router.policy import NewPolicy, RouterPolicy, Standard
 from scavenger.router.queue import Queue
 from scavenger.wire import Assign, EngineSpec, Fleet, GroupDone, Message, OpenRun, SampleKey, Sampling, WeightSource
 
@@ -85,6 +86,7 @@ class Sample:
     reported: int = 0  # length in the worker's last heartbeat
     chunk_at: float = 0.0
     largest_flush: int = 0  # tokens of the largest chunk of this lease
+    limit: int = 0  # new tokens after which this lease is handed back; 0 = never
 
     def step(self, step: str) -> None:
         """Take one legal step, or raise and change nothing."""
@@ -98,7 +100,7 @@ class Sample:
             before = self.done
             self.status = target
             group.unfinished += before - self.done
-        group.run.dirty = True
+        group.run.stirred = True
 
     def give_up(self, cause: str) -> None:
         """It ended without an answer: nothing more will be generated, and its group goes on without it."""
@@ -189,6 +191,9 @@ class Run:
     leased: dict[int, int] = field(default_factory=dict)  # weight version -> open leases that name it
     takes: dict[tuple[str, int, int], int] = field(default_factory=dict)  # group key -> the next take, where one was superseded
     dirty: bool = True  # something changed that may let a worker load, or a sample be placed
+    stirred: bool = True  # the same, but only samples changed, and no worker
+    target: int = -1  # version that idle workers were last asked for
+    idled: list[Worker] = field(default_factory=list)  # workers whose last lease ended since
     workers: dict[int, Worker] = field(default_factory=dict)
     reserved_awake: bool = True
     stopped: str = ""
@@ -200,6 +205,16 @@ class Run:
     silenced: dict[str, Silenced] = field(default_factory=dict)  # slot -> what a reserved engine held when it fell silent for good
     slots: dict[str, str] = field(default_factory=dict)  # slot -> session of the reserved engine that greeted in it last
     evicted: OrderedDict[str, None] = field(default_factory=OrderedDict)  # sessions that lost their slots: the newest of them
+    policy: RouterPolicy = field(default_factory=Standard)
+    newest: tuple[str, int] = ("train", 0)  # (purpose, step) that was submitted last, at `submitted_at`
+    submitted_at: float = 0.0
+    window: str = ""  # what the policy last said of it: "open" | "close" | "" = nothing
+    window_reason: str = ""
+    window_since: float = 0.0  # when the trainer last changed `reserved_awake`
+    ask_window_at: float = 0.0
+    sizes: tuple[int, int, int] = (0, 0, 0)  # of its fleet, when its policy was asked last
+    fresh: bool = True  # its step or its window changed since
+    rebalanced_at: float = 0.0
 
 
 @dataclass(slots=True)
@@ -233,6 +248,22 @@ class Worker:
     slot: str = ""
     attempt: int = 0  # of the run, when the worker greeted last; 0: before the daemon restarted
     moved_at: float = 0.0  # when its engine was last seen to do anything
+    joined_at: float = 0.0
+    tokens_per_s: float = 0.0  # measured between its last two heartbeats
+    beat_at: float = 0.0  # when it sent its last heartbeat
+    loads: int = 0  # versions that it loaded
+    changed: bool = True  # whether a lease came or went since
+    yielding: dict[int, Yielding] = field(default_factory=dict)  # sample -> what it was asked to give back
+
+
+@dataclass(frozen=True, slots=True)
+class Yielding:
+    """A lease that its worker was asked to give back, and for whom (0: for the queue)."""
+
+    epoch: int
+    to_worker: int
+    reason: str
+    at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +309,7 @@ class Core:
         self.committed_at = 0.0
         self.next_run_id = self.next_group_id = self.next_sample_id = self.next_worker_id = 1
         self.counters: dict[str, int] = {}
+        self.new_policy: NewPolicy = lambda _run: Standard()
         self.now = 0.0
         self._ticket = self._settled = 0
         self._records: list[rec.Record] = []

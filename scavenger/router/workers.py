@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from scavenger.ledger import records as rec
+from scavenger.router import advice
 from scavenger.router import samples as sm
 from scavenger.router.events import Identity
+from scavenger.router.policy import EngineProgress, WorkerJoined, WorkerLost, WorkerReady
 from scavenger.router.state import Core, Run, Sample, SampleStatus, Silenced, Worker, WorkerStatus
 from scavenger.wire import (
     OLDEST_PROTOCOL,
@@ -35,6 +37,8 @@ from scavenger.wire import (
     WeightsLoaded,
     Welcome,
     WorkerHello,
+    Yield,
+    Yielded,
 )
 
 MAX_LOAD_FAILURES = 5
@@ -180,9 +184,11 @@ def _join(core: Core, conn: int, identity: Identity, hello: WorkerHello, run: Ru
     worker = Worker(
         core.next_worker_id, run, hello.kind, identity.intent_id, hello.session, hello.incarnation,
         hello.job_id, hello.node, hello.gpus, conn, WorkerStatus.LOADING, core.now, idle_since=core.now, slot=hello.slot,
+        joined_at=core.now, beat_at=core.now,
     )  # fmt: skip
     core.next_worker_id += 1
     core.workers[worker.id] = run.workers[worker.id] = worker
+    run.policy.observe(WorkerJoined(worker.id, worker.kind, worker.node, worker.gpus), core.now)
     core.record(
         rec.WorkerJoined(
             worker.id, run.id, hello.kind, identity.intent_id, hello.session, hello.incarnation,
@@ -246,6 +252,8 @@ def said(core: Core, conn: int, message: object, faults: Mapping[int, str] | Non
                 sm.accept_chunk(core, worker, chunk, faults.get(at, "") if faults else "")
         case Heartbeat():
             _heartbeat(core, worker, message)
+        case Yielded(leases=leases):
+            advice.handed_back(core, worker, leases)
         case WeightsLoaded(version=version):
             _loaded(core, worker, message, version)
         case WeightsFailed():
@@ -267,11 +275,14 @@ def _heartbeat(core: Core, worker: Worker, beat: Heartbeat) -> None:
     if beat.progress != worker.progress:
         worker.progress, worker.moved_at = beat.progress, core.now
     lengths = {(h.sample_id, h.epoch): h.length for h in beat.held}
+    gained = context = 0
     for sample in list(worker.leases.values()):
         length = lengths.pop((sample.id, sample.epoch), None)
         if length is not None:
             if length > sample.reported:
                 worker.moved_at = core.now
+                gained += length - sample.reported
+            context += len(sample.group.prompt) // 4 + length
             sample.reported = length
         elif _assignment_lost(core, worker, sample, beat):
             worker.lost_assignments += 1
@@ -283,8 +294,32 @@ def _heartbeat(core: Core, worker: Worker, beat: Heartbeat) -> None:
         core.send(worker.conn, Revoke(stale, "the sample moved on"))
     worker.acks += 1
     core.send(worker.conn, HeartbeatAck(core.generation, worker.acks))
+    _measure(core, worker, gained, context)
+    _ask_again(core, worker)
     _reconcile_orders(core, worker, beat)
     steer(core, worker)
+
+
+def _measure(core: Core, worker: Worker, gained: int, context: int) -> None:
+    """What its engine did since its last heartbeat; for the policy only where it held the same samples throughout."""
+    seconds, batch = core.now - worker.beat_at, len(worker.leases)
+    steady = not worker.changed and batch > 0 and gained > 0
+    worker.beat_at, worker.changed = core.now, False
+    if seconds <= 0:
+        return
+    worker.tokens_per_s = gained / seconds
+    if steady:
+        at_mean = context - gained / 2
+        worker.run.policy.observe(
+            EngineProgress(worker.id, worker.kind, worker.node, worker.gpus, batch, at_mean, gained, seconds), core.now
+        )
+
+
+def _ask_again(core: Core, worker: Worker) -> None:
+    """It holds what it was asked to give back before it sent this: the request was lost, or its answer was. A repeat does no harm."""
+    asked = tuple((sample_id, one.epoch) for sample_id, one in worker.yielding.items() if one.at < core.now - core.limits.heartbeat_s)
+    if asked:
+        core.send_durable(worker.conn, Yield(asked, "asked before"))
 
 
 def _assignment_lost(core: Core, worker: Worker, sample: Sample, beat: Heartbeat) -> bool:
@@ -321,12 +356,19 @@ def _loaded(core: Core, worker: Worker, message: WeightsLoaded, version: int) ->
         core.event("weights_refused", worker.run.id, f"worker {worker.id}", f"loaded version {version} under another root hash")
         drain(core, worker, "it holds weights that nobody published")
         return
-    worker.loaded_version = version
+    first, worker.loaded_version = worker.loads == 0, version
+    worker.loads += 1
     worker.load_failures = 0
     worker.run.dirty = True
     core.event(
         "weights_loaded", worker.run.id, f"worker {worker.id}", f"version {version}", pull_s=message.pull_s, load_s=message.load_s
     )  # fmt: skip
+    worker.run.policy.observe(
+        WorkerReady(
+            worker.id, worker.kind, worker.node, worker.gpus, version, first, core.now - worker.joined_at, message.pull_s, message.load_s
+        ),
+        core.now,
+    )
     if worker.status is WorkerStatus.LOADING:
         worker.status = WorkerStatus.READY
     steer(core, worker)
@@ -376,11 +418,14 @@ def wake(core: Core, worker: Worker) -> None:
         steer(core, worker)
 
 
-def steer(core: Core, worker: Worker) -> None:
-    """Have an idle worker load what its run needs next. A worker with leases finishes them first: one version a sample (I4)."""
+def steer(core: Core, worker: Worker, target: int | None = None) -> None:
+    """Have an idle worker load what its run needs next (`target`, where the caller knows it).
+
+    A worker with leases finishes them first: one version a sample (I4).
+    """
     if worker.conn is None or worker.status not in (WorkerStatus.LOADING, WorkerStatus.READY) or worker.leases:
         return
-    wanted = sm.target_version(worker.run)
+    wanted = sm.target_version(worker.run) if target is None else target
     version = worker.run.versions.get(wanted)
     if version is None:
         return
@@ -411,6 +456,10 @@ def gone(core: Core, worker: Worker, reason: str, *, crashed: bool, flushed: boo
         regenerated += lost
         sm.release(core, sample, reason, regenerated=lost, crashed=crashed)
     core.record(rec.WorkerLeft(worker.id, reason, worker.notice, len(samples), salvaged, regenerated, core.now))
+    preempted = worker.status is not WorkerStatus.DRAINING and not crashed
+    worker.run.policy.observe(
+        WorkerLost(worker.id, worker.kind, worker.node, worker.gpus, core.now - worker.joined_at, preempted, reason), core.now
+    )
     core.count("workers_lost")
     worker.run.workers.pop(worker.id, None)
     core.workers.pop(worker.id, None)

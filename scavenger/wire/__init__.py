@@ -2,8 +2,8 @@
 
     worker  (DEALER)  <->  daemon (ROUTER)  <->  trainer (DEALER)         CURVE on every socket, one MessagePack frame a message
 
-    worker  -> daemon   WorkerHello, then Chunks / Heartbeat / WeightsLoaded / SampleFailed / Asleep / Goodbye
-    daemon  -> worker   Welcome or Rejected, then UseWeights / Assign / Revoke / Ack / Sleep / Wake / Drain / GoodbyeAck
+    worker  -> daemon   WorkerHello, then Chunks / Heartbeat / WeightsLoaded / SampleFailed / Yielded / Asleep / Goodbye
+    daemon  -> worker   Welcome or Rejected, then UseWeights / Assign / Yield / Revoke / Ack / Sleep / Wake / Drain / GoodbyeAck
     trainer -> daemon   Call(id, attempt, body), answered by Reply(id, body) with the same id; an unanswered call is repeated: all but
                          OpenRun, which then grants a further attempt, change nothing the second time
     daemon  -> trainer  Reply; GroupDone, Fleet and RunStopped come unasked
@@ -100,6 +100,8 @@ from scavenger.wire.worker import (
     Welcome,
     WorkerHello,
     WorkerMessage,
+    Yield,
+    Yielded,
 )
 
 __all__ = [
@@ -172,6 +174,8 @@ __all__ = [
     "Words",
     "WorkerHello",
     "WorkerMessage",
+    "Yield",
+    "Yielded",
     "decode_to_daemon",
     "decode_to_trainer",
     "decode_to_worker",

@@ -10,7 +10,8 @@ from typing import Annotated
 import msgspec
 
 #: 2: a peer says which ledger its leases, its weights and its attempt come from; a reward says which function gave it.
-PROTOCOL = 2
+#: 3: a worker gives leases back, with all that it generated, when asked or when a lease's bound is reached.
+PROTOCOL = 3
 #: The oldest protocol that a daemon of this version still accepts from a worker.
 OLDEST_PROTOCOL = 1
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024

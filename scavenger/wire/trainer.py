@@ -223,13 +223,18 @@ class GroupDone(Message, frozen=True):
 
 
 class Fleet(Message, frozen=True):
-    """The run's workers now. `harvested` counts harvested workers with weights loaded; `outstanding` counts samples not complete."""
+    """The run's workers now. `harvested` counts harvested workers with weights loaded; `outstanding` counts samples not complete.
+
+    `window`: whether reserved engines shall generate, "open" or "close", and why; "" = the trainer's own rule decides.
+    """
 
     harvested: int
     reserved_awake: int
     reserved_asleep: int
     outstanding: int
     outstanding_reserved: int
+    window: str = ""
+    window_reason: Words = ""
 
 
 class RunStopped(Message, frozen=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scavenger.wire.common import EngineSpec, HelloAgain, Message, Part, Rejected, Sampling, WeightSource, Words
+from scavenger.wire.common import Count, EngineSpec, HelloAgain, Message, Part, Rejected, Sampling, WeightSource, Words
 
 # ---------------------------------------------------------------- parts
 
@@ -17,7 +17,10 @@ class SampleKey(Part, frozen=True):
 
 
 class Lease(Part, frozen=True):
-    """One sample assigned to one worker: go on after `prompt + accepted`. Token fields are packed int32."""
+    """One sample assigned to one worker: go on after `prompt + accepted`. Token fields are packed int32.
+
+    `most_tokens`: when it has so many new tokens the worker gives it back (`Yielded`); 0 = it keeps it to its end.
+    """
 
     sample_id: int
     epoch: int
@@ -27,6 +30,7 @@ class Lease(Part, frozen=True):
     sampling: Sampling
     seed: int
     key: SampleKey
+    most_tokens: Count = 0
 
 
 class Held(Part, frozen=True):
@@ -125,6 +129,15 @@ class SampleFailed(Message, frozen=True):
     reason: Words
 
 
+class Yielded(Message, frozen=True):
+    """These leases are given back: all that was generated of them (`length`) was flushed before this message, nothing more will be.
+
+    The worker keeps their tokens until it is told, by a Revoke, that they are durable.
+    """
+
+    leases: tuple[Held, ...]
+
+
 class Asleep(Message, frozen=True):
     """Answer to Sleep: everything generated was flushed before this message and nothing is held any more."""
 
@@ -178,6 +191,13 @@ class Revoke(Message, frozen=True):
     reason: str
 
 
+class Yield(Message, frozen=True):
+    """Stop generating these, flush, answer Yielded. May be repeated."""
+
+    leases: tuple[tuple[int, int], ...]  # (sample_id, epoch)
+    reason: Words
+
+
 class Ack(Message, frozen=True):
     """Durable lengths: tokens below `length` are committed and need not be kept."""
 
@@ -202,5 +222,7 @@ class GoodbyeAck(Message, frozen=True):
     """All that was flushed is durable."""
 
 
-WorkerMessage = WorkerHello | Chunks | Heartbeat | WeightsLoaded | WeightsFailed | SampleFailed | Asleep | Goodbye
-ToWorker = Welcome | Rejected | HelloAgain | HeartbeatAck | UseWeights | Assign | Revoke | Ack | Sleep | Wake | Drain | GoodbyeAck
+WorkerMessage = WorkerHello | Chunks | Heartbeat | WeightsLoaded | WeightsFailed | SampleFailed | Yielded | Asleep | Goodbye
+ToWorker = (
+    Welcome | Rejected | HelloAgain | HeartbeatAck | UseWeights | Assign | Yield | Revoke | Ack | Sleep | Wake | Drain | GoodbyeAck
+)

@@ -63,8 +63,8 @@ def budget_of_each_lease(patch: pytest.MonkeyPatch) -> None:
 def budget_renewed_by_a_move(patch: pytest.MonkeyPatch) -> None:
     grant = sm._grant
 
-    def renewing(core: Core, sample: Any, worker: Any) -> tuple[Lease, int]:
-        lease, accepted = grant(core, sample, worker)
+    def renewing(core: Core, sample: Any, worker: Any, most: int) -> tuple[Lease, int]:
+        lease, accepted = grant(core, sample, worker, most)
         more = msgspec.structs.replace(lease.sampling, max_tokens=lease.sampling.max_tokens + accepted)
         return msgspec.structs.replace(lease, sampling=more), accepted
 
@@ -122,8 +122,8 @@ def dropped_on_release(patch: pytest.MonkeyPatch) -> None:
 def tokens_forgotten_by_a_move(patch: pytest.MonkeyPatch) -> None:
     grant = sm._grant
 
-    def amnesiac(core: Core, sample: Any, worker: Any) -> tuple[Lease, int]:
-        return grant(core, sample, worker)[0], 0
+    def amnesiac(core: Core, sample: Any, worker: Any, most: int) -> tuple[Lease, int]:
+        return grant(core, sample, worker, most)[0], 0
 
     patch.setattr(sm, "_grant", amnesiac)
 

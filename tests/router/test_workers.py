@@ -262,7 +262,7 @@ def test_a_worker_of_a_release_too_far_away_is_drained_with_the_reason(protocol:
     bench = started(n=1)
     bench.hello(50, protocol=protocol)
     (answer,) = bench.take(50, Drain)
-    assert f"protocol {protocol}: this daemon speaks 1 to 2" in answer.reason
+    assert f"protocol {protocol}: this daemon speaks 1 to 3" in answer.reason
     assert "one release" in answer.reason
     assert bench.take(50, Rejected) == []
     assert bench.leases(50) == []

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from trainer.phases import (
+from scavenger.phases import (
     RULES,
     Action,
     Event,
@@ -20,6 +20,7 @@ from trainer.phases import (
     Trained,
     TrainReady,
     WakeReserved,
+    WindowDecided,
     begin,
     react,
 )
@@ -158,3 +159,33 @@ def test_any_schedule_ends_and_never_trains_beside_awake_reserved_engines() -> N
 
 def test_every_phase_but_the_last_has_a_rule() -> None:
     assert {rule.phase for rule in RULES} == set(Phase) - {Phase.FINISH}
+
+
+def test_a_decision_closes_and_reopens_the_window_whatever_the_share() -> None:
+    step, _ = begin(PLAN, harvested=2, reserved_awake=True, now=0.0)
+    step, done = play(step, (WindowDecided(False, "nearly there"), 1.0), (GroupsCompleted(3, 12), 2.0))
+    assert (step.phase, done) == (Phase.SEED, []), "held open beyond the share"
+    step, done = play(step, (WindowDecided(True, "the others are faster"), 3.0))
+    assert done == ["SleepReserved", "TrainReady"]
+    assert "decided: the others are faster" in step.log[-1]
+    step, done = play(step, (Trained(3), 4.0), (WindowDecided(False, "they are slow now"), 5.0))
+    assert (step.phase, done) == (Phase.WAKE, ["WakeReserved"])
+    step, done = play(step, (WindowDecided(True, "they are back"), 6.0))
+    assert (step.phase, done) == (Phase.TRAIN, ["SleepReserved"])
+
+
+def test_no_decision_closes_the_window_while_nobody_else_generates() -> None:
+    step, _ = begin(PLAN, harvested=0, reserved_awake=True, now=0.0, close=True, why="wrong")
+    assert step.phase is Phase.SEED
+    step, done = play(step, (FleetChanged(1, 1), 1.0), (FleetChanged(0, 1), 2.0), (Tick(), 7.0), (Tick(), 100.0))
+    assert (step.phase, done) == (Phase.WAKE, ["SleepReserved", "WakeReserved"]), "closed, and safely open again when they are gone"
+    step, done = play(step, (FleetChanged(1, 1), 101.0))
+    assert (step.phase, done) == (Phase.TRAIN, ["SleepReserved"])
+
+
+def test_when_nobody_decides_any_more_the_share_does() -> None:
+    step, _ = begin(PLAN, harvested=2, reserved_awake=True, now=0.0, close=False, why="stay")
+    step, done = play(step, (GroupsCompleted(2, 8), 1.0))
+    assert done == []
+    step, done = play(step, (WindowDecided(None, ""), 2.0))
+    assert done == ["SleepReserved", "TrainReady"]

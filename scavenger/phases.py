@@ -4,9 +4,12 @@ Theory of operation. Reserved engines live on the training job's own GPUs, so ei
 
     SEED    reserved engines generate beside the harvested ones
     TRAIN   reserved engines sleep; completed groups are trained as they stream in
-    WAKE    harvested capacity is gone with samples outstanding: reserved engines generate again, on the step's own version
-            (parameters have not changed) and with the accumulated gradients kept (I11)
+    WAKE    harvested capacity is gone with samples outstanding, or it was decided so: reserved engines generate again, on the step's own
+            version (parameters have not changed) and with the accumulated gradients kept (I11)
     FINISH  every sample has come and every group was trained: scale, clip, step
+
+Whether reserved engines generate may be decided from outside (`WindowDecided`: the daemon knows the engines). While nobody decides, the
+share of samples `Plan.window` does. No decision closes the window, or keeps it closed, while nobody else generates.
 
 The machine knows counts and times only: no group's content, no model, no socket, no clock. `RULES` is the whole of it: the first
 rule of the current phase whose condition holds fires; `react` repeats that until none does.
@@ -47,6 +50,14 @@ class FleetChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class WindowDecided:
+    """Reserved engines shall stop generating (`close`), or go on, or begin again. None: nobody decides any more."""
+
+    close: bool | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Trained:
     """`groups` of the waiting groups went through a micro-step."""
 
@@ -58,7 +69,7 @@ class Tick:
     """Time passed."""
 
 
-Event = GroupsCompleted | FleetChanged | Trained | Tick
+Event = GroupsCompleted | FleetChanged | WindowDecided | Trained | Tick
 
 
 # ---------------------------------------------------------------- actions
@@ -107,7 +118,10 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step's facts. `gone_at`/`back_at`: since when there is no / at least one harvested worker (None: not so now)."""
+    """One step's facts. `gone_at`/`back_at`: since when there is no / at least one harvested worker (None: not so now).
+
+    `close`: what was decided of the window, None = nothing; `why` it was.
+    """
 
     plan: Plan
     phase: Phase = Phase.SEED
@@ -118,6 +132,8 @@ class Step:
     harvested: int = 0
     gone_at: float | None = None
     back_at: float | None = None
+    close: bool | None = None
+    why: str = ""
     log: tuple[str, ...] = field(default=())
 
     @property
@@ -129,7 +145,9 @@ class Step:
         return self.done_groups - self.trained_groups
 
 
-def begin(plan: Plan, *, harvested: int, reserved_awake: bool, now: float) -> tuple[Step, tuple[Action, ...]]:
+def begin(
+    plan: Plan, *, harvested: int, reserved_awake: bool, now: float, close: bool | None = None, why: str = ""
+) -> tuple[Step, tuple[Action, ...]]:
     """The step's first state and actions: reserved engines generate unless the window is closed from the start."""
     here = harvested > 0 and plan.harvest
     step = Step(
@@ -138,6 +156,8 @@ def begin(plan: Plan, *, harvested: int, reserved_awake: bool, now: float) -> tu
         harvested=harvested if plan.harvest else 0,
         gone_at=None if here else now,
         back_at=now if here else None,
+        close=close,
+        why=why,
     )
     return _settle(step, now)
 
@@ -157,6 +177,8 @@ def _seed_over(step: Step, now: float) -> str | None:
         return "there are no reserved engines to seed with"
     if step.outstanding == 0:
         return "every sample has come"
+    if step.close is not None:
+        return f"decided: {step.why}" if step.close and step.harvested > 0 else None
     if step.harvested > 0 and step.done_samples >= plan.window * plan.samples:
         return f"the window of {plan.window:g} is reached ({step.done_samples}/{plan.samples}) and {step.harvested} harvested engines live"
     return None
@@ -173,9 +195,17 @@ def _harvested_gone(step: Step, now: float) -> str | None:
     return f"no harvested engine for {now - step.gone_at:.1f} s with {step.outstanding} samples outstanding"
 
 
+def _reopened(step: Step, now: float) -> str | None:
+    if step.plan.reserved and step.outstanding > 0 and step.close is False:
+        return f"decided: {step.why}"
+    return None
+
+
 def _harvested_back(step: Step, now: float) -> str | None:
     if step.outstanding == 0:
         return "every sample has come"
+    if step.close is not None:
+        return f"decided: {step.why}" if step.close and step.harvested > 0 else None
     if step.back_at is not None and now - step.back_at >= step.plan.wake_after_s:
         return f"{step.harvested} harvested engines have lived for {now - step.back_at:.1f} s"
     return None
@@ -214,6 +244,7 @@ RULES: tuple[Rule, ...] = (
     Rule(Phase.SEED, _asleep_in_seed, Phase.SEED, WakeReserved),
     Rule(Phase.SEED, _seed_over, Phase.TRAIN, None),
     Rule(Phase.TRAIN, _harvested_gone, Phase.WAKE, WakeReserved),
+    Rule(Phase.TRAIN, _reopened, Phase.WAKE, WakeReserved),
     Rule(Phase.TRAIN, _awake, Phase.TRAIN, SleepReserved),
     Rule(Phase.TRAIN, _all_trained, Phase.FINISH, FinishStep),
     Rule(Phase.TRAIN, _round_ready, Phase.TRAIN, TrainReady),
@@ -267,6 +298,8 @@ def react(step: Step, event: Event, now: float) -> tuple[Step, tuple[Action, ...
             )
         case FleetChanged():
             step = _observe_fleet(step, event, now)
+        case WindowDecided(close, reason):
+            step = replace(step, close=close, why=reason)
         case Trained(groups):
             if groups > step.ready_groups:
                 raise ValueError(f"{event}: only {step.ready_groups} groups wait")

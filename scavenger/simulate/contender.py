@@ -1,0 +1,29 @@
+"""A policy that is tried in simulation, and what it may do.
+
+Knows nothing of any scenario: policies import this, and no more of the simulator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from scavenger.router.policy import RouterPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A policy with what it may do. `new_policy` makes one for each simulation: it learns from nothing but what it is told.
+
+    `harvest`: it uses harvested engines at all; `reserved`: reserved GPUs generate too. `window`: the trainer's own rule where the policy
+    decides nothing, a share of samples. `whole_groups`: engines serve a group as one request, whose answers are only handed over when all
+    are done, and which moves as one, cut to its shortest answer (PolyRL). `sleeps`: while the window is open the trainer takes nothing in.
+    """
+
+    name: str
+    new_policy: Callable[[], RouterPolicy]
+    harvest: bool = True
+    reserved: bool = True
+    window: float = 0.0
+    whole_groups: bool = False
+    sleeps: bool = False

@@ -1,0 +1,193 @@
+"""Runs one training run on one site in virtual time, with the code that runs live: the router's core, its policy, the harvest policy.
+
+    fleet --> SimCluster --starts, preempts--> SimEngine <--messages--> Daemon(Router) <--messages--> SimTrainer(phases)
+                  ^------------- demand, decide ------------------------------'
+
+Wires the parts and adds up. Decides nothing; every random draw comes from the scenario's seed by name, so policies meet the same world.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from scavenger.errors import SimulationError
+from scavenger.harvest.policy import Limits
+from scavenger.router.events import Identity
+from scavenger.simulate import trainer_model as cost
+from scavenger.simulate.contender import Contender
+from scavenger.simulate.engine import Simulation, Streams
+from scavenger.simulate.network import Network
+from scavenger.simulate.outcome import Outcome, StepOutcome
+from scavenger.simulate.scenario import Scenario
+from scavenger.simulate.site_cluster import PARTITION, SimCluster
+from scavenger.simulate.site_daemon import Daemon
+from scavenger.simulate.site_engine import Pace, SimEngine
+from scavenger.simulate.site_trainer import OWNER, RUN, SimTrainer
+from scavenger.simulate.startup import pull_bytes
+from scavenger.wire import SampleKey
+
+Progress = Callable[[float, int], None]  # simulated seconds, finished steps
+_MAX_PENDING = 1 << 20
+
+
+def simulate(scenario: Scenario, contender: Contender, progress: Progress | None = None) -> Outcome:
+    """What happens. Raises `SimulationError` when tokens went missing, or when nothing happens any more before the end."""
+    return _Site(scenario, contender, progress).run()
+
+
+class _Truth:
+    """Answer lengths by sample, drawn when a prompt is first asked for."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self._scenario, self._streams = scenario, Streams(scenario.seed)
+        self._step = 0
+        self._groups: dict[int, tuple[int, ...]] = {}
+
+    def __call__(self, key: SampleKey) -> int:
+        if key.step != self._step:
+            self._step, self._groups = key.step, {}
+        group = self._groups.get(key.prompt)
+        if group is None:
+            group = self._scenario.lengths.group(self._streams, key.step, key.prompt, self._scenario.samples)
+            self._groups[key.prompt] = group
+        return group[key.index]
+
+
+class _Site:
+    def __init__(self, scenario: Scenario, contender: Contender, progress: Progress | None) -> None:
+        self._scenario, self._contender, self._progress = scenario, contender, progress
+        self._sim = Simulation()
+        self._streams = Streams(scenario.seed)
+        self._truth = _Truth(scenario)
+        self._daemon = Daemon(self._sim, contender.new_policy(), scenario.tick_s, scenario.heartbeat_s)
+        self._network = Network(self._sim, scenario.trainer.nic_bytes_s, scenario.engine_bytes_s, scenario.relay)
+        self._versions: dict[int, int] = {}  # engine's connection -> the version that it has
+        self._trainer = SimTrainer(self._sim, self._daemon, scenario, contender, lambda _v: self._network.new_version(), self._step_done)
+        self._cluster = SimCluster(
+            self._sim, self._daemon, scenario.fleet, self._start_harvested, scenario.schedule_s, scenario.requeue_s
+        )
+        self._reserved: list[SimEngine] = []
+        self._gone: list[SimEngine] = []
+        self._steps: list[StepOutcome] = []
+
+    def run(self) -> Outcome:
+        scenario, sim = self._scenario, self._sim
+        self._trainer.open()
+        if self._contender.reserved:
+            for number in range(scenario.reserved_engines):
+                self._start_reserved(number)
+        if self._contender.harvest:
+            self._observe()
+        self._beat()
+        while not self._over():
+            if not sim.step():
+                raise SimulationError(f"nothing happens any more at {sim.now:g} s, in step {len(self._steps) + 1}")
+        sim.now = min(sim.now, scenario.horizon_s)
+        return self._close()
+
+    def _over(self) -> bool:
+        scenario = self._scenario
+        return self._trainer.stopped or self._sim.next_time() > scenario.horizon_s
+
+    def _step_done(self, outcome: StepOutcome) -> None:
+        self._steps.append(outcome)
+        if self._scenario.steps and len(self._steps) >= self._scenario.steps:
+            self._trainer.stopped = True
+        if self._progress is not None:
+            self._progress(self._sim.now, len(self._steps))
+
+    # ---------------------------------------------------------------- engines
+
+    def _start_reserved(self, number: int) -> None:
+        scenario = self._scenario
+        spec = scenario.reserved
+        if not scenario.offload:
+            spec = spec.with_resident(cost.state_bytes_per_gpu(scenario.trainer))
+        engine = SimEngine(
+            self._sim, self._daemon, spec, Pace(0.0, self._trainer.wake_s), self._truth, self._fetch, self._gone.append,
+            kind="reserved", node=f"reserved-{number:02}", identity=OWNER, run=RUN, slot=str(number),
+            whole_groups=self._contender.whole_groups,
+        )  # fmt: skip
+        self._reserved.append(engine)
+        engine.greet(self._sim.now + self._trainer.wake_s)
+
+    def _start_harvested(self, intent_id: str, incarnation: int, node: str) -> SimEngine:
+        scenario, spec = self._scenario, self._scenario.harvested
+        identity = Identity("worker", f"key-{intent_id}", RUN, intent_id)
+        load_s = spec.model.weight_bytes / spec.gpus / spec.gpu.host_bytes_s
+        engine = SimEngine(
+            self._sim, self._daemon, spec, Pace(load_s), self._truth, self._fetch, self._left,
+            kind="harvested", node=node, identity=identity, run=RUN, incarnation=incarnation,
+            whole_groups=self._contender.whole_groups,
+        )  # fmt: skip
+        # By intent and incarnation: policies that start as many jobs meet the same cold starts, whatever nodes they get.
+        start = scenario.cold_start.draw(self._streams.stream("start", intent_id, incarnation), 0.0)
+        built_at = self._sim.now + start.total_s
+        self._sim.after(start.container_s, lambda: engine.greet(built_at) if engine.alive else None)
+        return engine
+
+    def _left(self, engine: SimEngine) -> None:
+        self._gone.append(engine)
+        self._network.cancel(engine.node + engine.identity.intent_id)
+        if self._versions.pop(engine.conn, None) is not None:
+            self._network.left_holder()
+        self._cluster.left(engine)
+
+    def _fetch(self, engine: SimEngine, version: int, done: Callable[[], None]) -> None:
+        """Reserved engines have the weights on their own GPUs: what it takes to load them is part of their waking."""
+        if engine.kind == "reserved":
+            self._sim.at(self._sim.now, done)
+            return
+        held = self._versions.pop(engine.conn, None)
+        nbytes = pull_bytes(engine.spec.model.weight_bytes, version, held, self._scenario.deltas)
+
+        def arrived() -> None:
+            self._versions[engine.conn] = version
+            done()
+
+        self._network.pull(engine.node + engine.identity.intent_id, nbytes, arrived)
+
+    # ---------------------------------------------------------------- what goes on all the time
+
+    def _beat(self) -> None:
+        self._sim.after(self._scenario.heartbeat_s, self._beat, priority=3)
+        for engine in (*self._reserved, *self._cluster.live):
+            engine.beat()
+
+    def _observe(self) -> None:
+        self._sim.after(self._scenario.observe_s, self._observe, priority=4)
+        most = self._scenario.max_engines or _MAX_PENDING
+        self._cluster.observe(Limits(PARTITION, most, _MAX_PENDING))
+
+    # ---------------------------------------------------------------- the end
+
+    def _close(self) -> Outcome:
+        self._trainer.stopped = True
+        everyone = [*self._reserved, *self._cluster.live, *self._gone]
+        for engine in self._reserved:
+            engine.close()
+        self._cluster.close()
+        generated = sum(engine.batch.decoded_tokens for engine in everyone)
+        lost = sum(engine.lost for engine in everyone)
+        recorded = self._daemon.recorded
+        if generated != recorded + lost:
+            raise SimulationError(f"{generated} tokens were generated, {recorded} recorded and {lost} lost")
+        counters = self._daemon.router.core.counters
+        end = self._sim.now if math.isinf(self._scenario.horizon_s) else min(self._sim.now, self._scenario.horizon_s)
+        return Outcome(
+            policy=self._contender.name,
+            seconds=end,
+            gpus_reserved=self._scenario.gpus_reserved,
+            steps=tuple(self._steps),
+            engines=tuple(self._cluster.engines),
+            levels=tuple(self._cluster.levels),
+            generated=generated,
+            recorded=recorded,
+            regenerated=lost,
+            prefilled=sum(engine.batch.prefilled_tokens for engine in everyone),
+            moves=sum(step.moves for step in self._steps),
+            overflows=sum(engine.batch.preemptions for engine in everyone),
+            events=self._sim.executed + self._daemon.handled,
+            decisions={**self._daemon.decisions, "dropped": counters.get("advice_dropped", 0)},
+        )

@@ -1,0 +1,1 @@
+"""Contenders: each a small module over the router's own seam."""

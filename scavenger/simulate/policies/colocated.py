@@ -1,0 +1,28 @@
+"""Colocated: all generation on the reserved GPUs, then training, as veRL does. No harvested engines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from scavenger.router.policy import Placement, RunView, Standard
+from scavenger.simulate.contender import Contender
+
+
+class StaticSplit(Standard):
+    """veRL's dispatch: the batch is cut into consecutive parts of whole groups, one an engine; nothing moves.
+
+    Group i of G goes to engine floor(i * N / G) of N.
+    """
+
+    def place(self, view: RunView, now: float) -> Sequence[Placement]:
+        engines = [worker for worker in view.workers if worker.kind == "reserved"]
+        rank = {group: index for index, group in enumerate(sorted({sample.group_id for sample in view.samples}))}
+        found = []
+        for sample in view.queued:
+            engine = engines[rank[sample.group_id] * len(engines) // len(rank)]
+            if engine.serves:
+                found.append(Placement(sample.id, engine.id))
+        return found
+
+
+COLOCATED = Contender("colocated", StaticSplit, harvest=False, reserved=True)

@@ -1,0 +1,75 @@
+"""PolyRL, as its code does it: groups as requests.
+
+- A group is one request: it is served by one instance and handed over when all its answers are there; when it moves, it is cut to its
+  shortest answer (`Contender.whole_groups`).
+- Groups are handed out round-robin over the instances whose queue is empty, 4 a second over all instances. An engine here runs whatever it
+  holds, so its queue is empty while a whole group fits its batch.
+- The window is slept to its end, whatever has come meanwhile (`Contender.sleeps`), and remembered by the number of instances as an
+  exponential average, .8 old and .2 new. Its correction is RLBoost's, of which it is the implementation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from scavenger.router.policy import Fact, Move, Placement, RunView, StepSubmitted, WindowDecision
+from scavenger.simulate.contender import Contender
+from scavenger.simulate.policies.seeding import Seeding
+
+GROUPS_PER_S = 4.0
+
+
+class PolyRL:
+    """See the module."""
+
+    every_s = 1e9
+
+    def __init__(self) -> None:
+        self._seeding = Seeding(1 / 3, 5.0, 30.0, ema=0.8)
+        self._turn = 0
+        self._credit, self._credit_at = 1.0, 0.0
+
+    def observe(self, fact: Fact, now: float) -> None:
+        self._seeding.observe(fact, now)
+        if isinstance(fact, StepSubmitted):
+            self._credit, self._credit_at = 1.0, now
+
+    def place(self, view: RunView, now: float) -> Sequence[Placement]:
+        slots = sorted(view.slots(), key=lambda slot: slot.worker_id)
+        free = {slot.worker_id: slot.max_batch - slot.leases for slot in slots}
+        # What was saved up while nobody served is not spent at once: a sleeping dispatcher wakes 4 times a second.
+        self._credit = min(1.0 if not slots else self._credit + (now - self._credit_at) * GROUPS_PER_S, 32.0)
+        self._credit_at = now
+        found: list[Placement] = []
+        for members in _groups(view):
+            ready = [slot.worker_id for slot in slots if free[slot.worker_id] >= len(members)]
+            if not ready or self._credit < 1 - 1e-9:
+                break
+            target = next((worker_id for worker_id in ready if worker_id > self._turn), ready[0])
+            self._turn, free[target] = target, free[target] - len(members)
+            self._credit -= 1
+            found += [Placement(sample_id, target) for sample_id in members]
+        return found
+
+    def rebalance(self, view: RunView, now: float) -> Sequence[Move]:
+        return ()
+
+    def window(self, view: RunView, now: float) -> WindowDecision | None:
+        answer = self._seeding.window(view, now)
+        if view.waits:  # the dispatcher's next turn
+            return WindowDecision(answer.close, answer.reason, min(answer.again_at, now + 1 / GROUPS_PER_S))
+        return answer
+
+    def engines(self, view: RunView, now: float) -> tuple[int, str]:
+        return self._seeding.cap(sum(w.kind == "reserved" for w in view.workers), view.max_engines)
+
+
+def _groups(view: RunView) -> list[list[int]]:
+    """Queued samples by group, in the queue's order."""
+    found: dict[int, list[int]] = {}
+    for sample in view.queued:
+        found.setdefault(sample.group_id, []).append(sample.id)
+    return list(found.values())
+
+
+POLYRL = Contender("polyrl", PolyRL, whole_groups=True, sleeps=True)

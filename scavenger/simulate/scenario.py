@@ -1,0 +1,75 @@
+"""What is simulated: one training run, its reserved GPUs, the GPUs that others leave idle, and the policy that is tried. Pure data.
+
+Owns the truth that no policy may see: answer lengths, engines' parameters, the fleet's future. Everything random comes from `seed` by
+named streams, so policies that are compared meet the same lengths, the same fleet and the same cold starts.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from scavenger.errors import ConfigError
+from scavenger.simulate.decode import EngineSpec
+from scavenger.simulate.fleet import Fleet
+from scavenger.simulate.lengths import Lengths
+from scavenger.simulate.presets import WARM_CACHE
+from scavenger.simulate.startup import ColdStart, Deltas
+from scavenger.simulate.trainer_model import TrainerSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One run on one site. All engines of a kind are alike. GPUs of the fleet are one type.
+
+    `reserved_engines` of `reserved`; they share GPUs with the trainer. `prompts` x `samples` answers a step, of which `lengths` knows the
+    length. `engine_bytes_s`: a harvested engine's interface; `relay`: engines that have a version serve it on. `offload`: training state
+    goes to host memory while reserved GPUs generate. `round_tokens`: of a rank in a micro-step. `reward_s`: from group to
+    reward. Until `steps` are done or `horizon_s` is over.
+
+    Slurm: `schedule_s` from a job's submission, or its place getting free, to its start; `requeue_s` until a preempted job may start again;
+    `observe_s` between looks at the queue. `heartbeat_s` and `tick_s` are the daemon's, coarser than live ones.
+    """
+
+    reserved: EngineSpec
+    reserved_engines: int
+    harvested: EngineSpec
+    trainer: TrainerSpec
+    lengths: Lengths
+    fleet: Fleet
+    prompts: int = 128
+    samples: int = 8
+    prompt_tokens: int = 512
+    steps: int = 0
+    horizon_s: float = math.inf
+    max_engines: int = 0
+    max_batch: int = 256
+    engine_bytes_s: float = 50e9 / 8
+    relay: bool = True
+    deltas: Deltas | None = None
+    cold_start: ColdStart = field(default_factory=lambda: WARM_CACHE)
+    offload: bool = True
+    round_tokens: int = 32_768
+    reward_s: float = 0.0
+    schedule_s: float = 2.0
+    requeue_s: float = 10.0
+    observe_s: float = 5.0
+    heartbeat_s: float = 5.0
+    tick_s: float = 5.0
+    wake_after_s: float = 5.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.steps < 1 and math.isinf(self.horizon_s):
+            raise ConfigError("a simulation without an end", "give steps, or horizon_s")
+        if self.prompts < 1 or self.samples < 1 or self.prompt_tokens < 1 or self.reserved_engines < 0:
+            raise ConfigError(f"a step of {self.prompts} prompts x {self.samples} answers after {self.prompt_tokens} tokens")
+        longest = self.prompt_tokens + self.lengths.cap
+        for spec in (self.reserved, self.harvested):
+            if longest > spec.kv_capacity:
+                raise ConfigError(f"answers of up to {longest} tokens do not fit the {spec.kv_capacity} tokens of an engine's KV cache")
+
+    @property
+    def gpus_reserved(self) -> int:
+        """GPUs of the training job."""
+        return self.trainer.ranks

@@ -1,0 +1,235 @@
+"""Slurm and the harvest driver in virtual time: others' jobs by the fleet, ours by the real `harvest.policy.decide`.
+
+Others always win: when they take GPUs that ours hold, the engines on that node that started last are preempted, flush within their grace,
+and their jobs are requeued. A job starts `schedule_s` after it was submitted or after GPUs became free. Owns who holds which GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from scavenger.cluster.model import ClusterView, Job, JobState, Node, Partition, PreemptMode
+from scavenger.errors import SimulationError
+from scavenger.harvest import policy
+from scavenger.harvest.policy import Leaving, OurJob
+from scavenger.router.events import IntentRevoked, JobGone
+from scavenger.router.machine import Demand
+from scavenger.simulate.engine import Simulation, Timer
+from scavenger.simulate.fleet import Change, Fleet
+from scavenger.simulate.outcome import EngineOutcome
+from scavenger.simulate.site_daemon import Daemon
+from scavenger.simulate.site_engine import SimEngine
+
+PARTITION = "scavenge"
+_CPUS, _MEMORY_MB = 1024, 1 << 24  # never what is short
+
+#: Make an engine for (intent, incarnation, node); it is told when it is built.
+StartEngine = Callable[[str, int, str], SimEngine]
+
+
+@dataclass(slots=True)
+class _Job:
+    intent_id: str
+    run_id: int
+    job_id: int
+    gpus: int
+    eligible_s: float
+    node: str = ""
+    started_s: float = 0.0
+    incarnation: int = -1
+    engine: SimEngine | None = None
+    why: str = ""  # it leaves
+    leaving: Leaving = Leaving.NO
+    asked_at: float = 0.0
+
+    @property
+    def waits(self) -> bool:
+        return self.engine is None
+
+
+class SimCluster:
+    """See the module. `engines` lists every incarnation that ended, `levels` who held what."""
+
+    def __init__(self, sim: Simulation, daemon: Daemon, fleet: Fleet, start: StartEngine, schedule_s: float, requeue_s: float) -> None:
+        self._sim, self._daemon, self._fleet, self._start_engine = sim, daemon, fleet, start
+        self._schedule_s, self._requeue_s = schedule_s, requeue_s
+        self._idle = dict(fleet.initial)  # what others leave
+        self._used = dict.fromkeys(fleet.initial, 0)
+        self._jobs: dict[str, _Job] = {}
+        self._number = 0
+        self._changes = iter(fleet.changes)
+        self._place_timer: Timer | None = None
+        self._changed = True
+        self._demand: tuple[tuple[int, int], ...] = ()
+        self.engines: list[EngineOutcome] = []
+        self.levels: list[tuple[float, int, int]] = []
+        self.decided = 0
+        self._note()
+        self._await(next(self._changes, None))
+
+    @property
+    def live(self) -> list[SimEngine]:
+        return [job.engine for job in self._jobs.values() if job.engine is not None]
+
+    # ---------------------------------------------------------------- others
+
+    def _await(self, change: Change | None) -> None:
+        if change is not None:
+            self._sim.at(change.t_s, lambda: self._others(change), priority=-1)
+
+    def _others(self, change: Change) -> None:
+        """Somebody else's job began or ended on a node; preempt what is in its way."""
+        self._idle[change.node] = change.idle
+        while self._used[change.node] > change.idle:
+            mine = [job for job in self._jobs.values() if job.node == change.node and job.engine is not None]
+            last = max(mine, key=lambda job: (job.started_s, job.intent_id))
+            self._leave(last, "preempted")
+        self._note()
+        if change.delta > 0:
+            self._place_later(self._schedule_s)
+        self._await(next(self._changes, None))
+
+    def _note(self) -> None:
+        self._changed = True
+        level = (self._sim.now, sum(self._used.values()), sum(self._idle.values()))
+        if self.levels and self.levels[-1][0] == level[0]:
+            self.levels.pop()
+        self.levels.append(level)
+
+    # ---------------------------------------------------------------- jobs of ours
+
+    def _leave(self, job: _Job, why: str) -> None:
+        assert job.engine is not None
+        job.why = why
+        job.engine.leave(f"the job was {why}")  # calls `left`
+
+    def left(self, engine: SimEngine) -> None:
+        """An engine's process ended: its job is requeued if it was preempted, and over otherwise."""
+        job = next(job for job in self._jobs.values() if job.engine is engine)
+        self._end_hold(job, job.why or "given back")
+        preempted = job.why == "preempted"
+        self._daemon.post(JobGone(job.intent_id, job.incarnation, job.why or "given back", crashed=False))
+        if preempted and job.leaving is Leaving.NO:
+            job.why, job.eligible_s = "", self._sim.now + self._requeue_s
+            self._place_later(self._requeue_s)
+        else:
+            del self._jobs[job.intent_id]
+        self._note()
+        self._place_later(self._schedule_s)
+
+    def _end_hold(self, job: _Job, why: str) -> None:
+        engine = job.engine
+        assert engine is not None
+        self._used[job.node] -= job.gpus
+        self.engines.append(
+            EngineOutcome(
+                job.node, job.gpus, job.started_s, self._sim.now, engine.ready_s, engine.first_token_s, engine.busy_s, engine.tokens, why
+            )
+        )
+        job.engine, job.node = None, ""
+
+    def close(self) -> None:
+        """The simulation is over."""
+        for job in list(self._jobs.values()):
+            if job.engine is not None:
+                job.engine.close()
+                self._end_hold(job, "running")
+
+    def _place_later(self, delay_s: float) -> None:
+        due = self._sim.now + delay_s
+        if self._place_timer is not None and self._place_timer.pending and self._place_timer.time_s <= due:
+            return
+        if any(job.waits for job in self._jobs.values()):
+            self._place_timer = self._sim.at(due, self._place)
+
+    def _place(self) -> None:
+        """Start waiting jobs, oldest first, each in the smallest gap that fits."""
+        self._place_timer = None
+        waiting = sorted((job for job in self._jobs.values() if job.waits), key=lambda job: (job.eligible_s, job.intent_id))
+        later = [job.eligible_s for job in waiting if job.eligible_s > self._sim.now]
+        for job in waiting:
+            gaps = [(idle - self._used[node], node) for node, idle in self._idle.items() if idle - self._used[node] >= job.gpus]
+            if job.eligible_s <= self._sim.now and gaps:
+                self._start(job, min(gaps)[1])
+        if later:
+            self._place_later(min(later) - self._sim.now)
+
+    def _start(self, job: _Job, node: str) -> None:
+        job.node, job.started_s, job.incarnation = node, self._sim.now, job.incarnation + 1
+        self._used[node] += job.gpus
+        if self._used[node] > self._idle[node]:
+            raise SimulationError(f"node {node} has {self._idle[node]} idle GPUs and ours hold {self._used[node]}")
+        job.engine = self._start_engine(job.intent_id, job.incarnation, node)
+        self._note()
+
+    # ---------------------------------------------------------------- the harvest driver
+
+    def observe(self, limits: policy.Limits) -> None:
+        """Look at the queue and decide; nothing is looked at again while neither it nor the demand changed."""
+        demand = self._daemon.router.demand(self._sim.now)
+        wanted = tuple((one.run_id, one.engines) for one in demand)
+        asked = any(job.leaving is not Leaving.NO for job in self._jobs.values())
+        if not (self._changed or asked or wanted != self._demand):
+            return
+        self._changed, self._demand = False, wanted
+        self.decided += 1
+        decision = policy.decide(self._view(), demand, self._ours(), limits, self._sim.now)
+        for action in decision.actions:
+            self._perform(action, demand)
+
+    def _perform(self, action: policy.Action, demand: Sequence[Demand]) -> None:
+        match action:
+            case policy.Submit():
+                self._number += 1
+                intent_id = f"intent-{self._number:06}"
+                run_id = next(one.run_id for one in demand if one.run_id == action.run_id)
+                self._jobs[intent_id] = _Job(intent_id, run_id, self._number, action.gpus, self._sim.now + self._schedule_s)
+                self._place_later(self._schedule_s)
+            case policy.GiveBack(intent_id=intent_id, reason=reason):
+                self._ask_to_leave(intent_id, Leaving.GIVEN_BACK)
+                self._daemon.post(IntentRevoked(intent_id, reason))
+            case policy.CancelPending(intent_id=intent_id):
+                self._jobs.pop(intent_id, None)
+            case policy.Cancel(intent_id=intent_id):
+                self._ask_to_leave(intent_id, Leaving.CANCELLED)
+                job = self._jobs.get(intent_id)
+                if job is not None and job.engine is not None:
+                    self._leave(job, "given back")
+        self._changed = True
+
+    def _ask_to_leave(self, intent_id: str, how: Leaving) -> None:
+        job = self._jobs.get(intent_id)
+        if job is not None:
+            job.leaving, job.asked_at = how, self._sim.now
+
+    def _view(self) -> ClusterView:
+        nodes = tuple(
+            Node(
+                name, frozenset({"mixed"}), frozenset({PARTITION}), "", gpus, gpus - self._idle[name] + self._used[name],
+                _CPUS, 0, _MEMORY_MB, 0,
+            )
+            for name, gpus in self._fleet.capacity.items()
+        )  # fmt: skip
+        jobs = tuple(
+            Job(
+                job.job_id, "scavenger", PARTITION, JobState.PENDING if job.waits else JobState.RUNNING, comment=job.intent_id,
+                nodes=(job.node,) if job.node else (), gpus=job.gpus, gpus_by_node=((job.node, job.gpus),) if job.node else (),
+            )
+            for job in self._jobs.values()
+        )  # fmt: skip
+        part = Partition(PARTITION, frozenset(self._fleet.capacity), 1, PreemptMode.REQUEUE, 30.0, 0.0)
+        return ClusterView(self._sim.now, nodes, jobs, (part,))
+
+    def _ours(self) -> list[OurJob]:
+        workers = {worker.intent_id: worker for worker in self._daemon.router.core.workers.values() if worker.intent_id}
+        found = []
+        for job in self._jobs.values():
+            worker = workers.get(job.intent_id)
+            found.append(
+                OurJob(
+                    job.intent_id, job.run_id, job.job_id, job.gpus, job.waits, job.node, "", job.leaving, job.asked_at,
+                    worker is not None, len(worker.leases) if worker else 0, worker.idle_since if worker else 0.0,
+                )
+            )  # fmt: skip
+        return found

@@ -1,0 +1,334 @@
+"""The training job's rank 0 in virtual time: the real phase machine over the trainer's cost model. Theory of operation:
+
+    submit -> SEED / TRAIN / WAKE as `phases` says -> optimizer -> publish -> commit -> submit the next step
+
+Rank 0 does one thing at a time, as the real one: while it computes, what arrives waits. Owns where a step's seconds went. It knows groups
+by what the daemon delivers; lengths it learns when they are there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from scavenger import phases
+from scavenger.errors import SimulationError
+from scavenger.router.events import Identity, TrainerCalled
+from scavenger.simulate import trainer_model as cost
+from scavenger.simulate.contender import Contender
+from scavenger.simulate.engine import Simulation, Timer
+from scavenger.simulate.outcome import StepOutcome
+from scavenger.simulate.scenario import Scenario
+from scavenger.simulate.site_daemon import Daemon
+from scavenger.simulate.site_engine import root_of, zeros
+from scavenger.wire import (
+    PROTOCOL,
+    Call,
+    CallBody,
+    CommitStep,
+    Denied,
+    EngineSpec,
+    Fleet,
+    GroupDone,
+    GroupSpec,
+    Message,
+    OpenRun,
+    Ping,
+    PublishVersion,
+    Reply,
+    SampleOutcome,
+    Sampling,
+    SetReserved,
+    SubmitGroups,
+    WeightSource,
+)
+
+RUN = "run"
+OWNER = Identity("owner", "owner")
+#: What the daemon says of the window, and what that decides.
+WINDOW: dict[str, bool | None] = {"open": False, "close": True, "": None}
+_SOURCE = WeightSource("simulated", "", b"")
+PING_S = 20.0
+
+
+@dataclass(slots=True)
+class _Seconds:
+    seed: float = 0.0
+    toggle: float = 0.0
+    wait: float = 0.0
+    train: float = 0.0
+    update: float = 0.0
+    publish: float = 0.0
+
+
+@dataclass(slots=True)
+class _Under:
+    """The step under way. `window_end`: when reserved engines first went to sleep."""
+
+    step: int
+    start_s: float
+    harvested: int
+    machine: phases.Step
+    ready: deque[GroupDone] = field(default_factory=deque)
+    done: list[GroupDone] = field(default_factory=list)
+    seconds: _Seconds = field(default_factory=_Seconds)
+    window_end: float = -1.0
+
+
+class SimTrainer:
+    """See the module. `published(version)` is told before engines may ask for it; `finished(outcome)` after each step."""
+
+    def __init__(
+        self,
+        sim: Simulation,
+        daemon: Daemon,
+        scenario: Scenario,
+        contender: Contender,
+        published: Callable[[int], None],
+        finished: Callable[[StepOutcome], None],
+    ) -> None:
+        self._sim, self._daemon, self._scenario, self._contender = sim, daemon, scenario, contender
+        self._published, self._finished = published, finished
+        self._reserved = contender.reserved and scenario.reserved_engines > 0
+        self._conn = daemon.connect(self._heard)
+        self._calls = 0
+        self._fleet = Fleet(0, 0, 0, 0, 0)
+        self._inbox: deque[GroupDone] = deque()
+        self._under: _Under | None = None
+        self._actions: deque[phases.Action] = deque()
+        self._computing = False
+        self._since = sim.now  # since when it does what it does
+        self._poke: Timer | None = None
+        self._react_due = False
+        self._version = 0
+        self.reserved_awake = False
+        self.stopped = False
+
+    # ---------------------------------------------------------------- the daemon
+
+    def open(self) -> None:
+        """Open the run, publish its first weights, and begin the first step."""
+        sc, spec = self._scenario, self._scenario.reserved
+        context = sc.prompt_tokens + sc.lengths.cap
+        engine = EngineSpec(spec.model.name, "{}", "bfloat16", sc.max_batch, context)
+        harvest = self._contender.harvest
+        self._call(OpenRun(PROTOCOL, RUN, 0, "{}", engine, "", harvest, sc.max_engines, sc.harvested.gpus, 0, "host", 1))
+        self._publish()
+        self._begin(1)
+        self._ping()
+
+    def _call(self, body: CallBody) -> None:
+        self._calls += 1
+        self._daemon.post(TrainerCalled(self._conn, OWNER, Call(self._calls, RUN, 0 if isinstance(body, OpenRun) else 1, body)))
+
+    def _ping(self) -> None:
+        if not self.stopped:
+            self._call(Ping())
+            self._sim.after(PING_S, self._ping)
+
+    def _heard(self, message: Message, _lengths: Sequence[int]) -> None:
+        match message:
+            case GroupDone() as group:
+                lengths = tuple(_lengths) or (0,) * len(group.samples)
+                self._sim.after(self._scenario.reward_s, lambda: self._arrived(group, lengths))
+            case Fleet():
+                self._fleet = message
+                self._react_later()
+            case Reply(body=Denied() as denied):
+                raise SimulationError(f"the daemon refused a call of the trainer: {denied.reason}", denied.remedy)
+
+    def _arrived(self, group: GroupDone, lengths: Sequence[int]) -> None:
+        self._lengths[group.group_id] = lengths
+        self._inbox.append(group)
+        self._react_later()
+
+    def _react_later(self) -> None:
+        """React once to all that comes at one instant."""
+        if not self._react_due:
+            self._react_due = True
+            self._sim.at(self._sim.now, self._react, priority=2)
+
+    # ---------------------------------------------------------------- a step
+
+    def _publish(self) -> None:
+        self._version += 1
+        self._published(self._version)
+        self._call(PublishVersion(self._version, self._version - 1, root_of(self._version), b"", (_SOURCE,)))
+
+    def _begin(self, step: int) -> None:
+        sc = self._scenario
+        self._lengths: dict[int, Sequence[int]] = {}
+        prompt, sampling = zeros(sc.prompt_tokens), Sampling(sc.lengths.cap)
+        self._since = self._sim.now
+        groups = tuple(GroupSpec(index, prompt, sc.samples, sampling) for index in range(sc.prompts))
+        self._call(SubmitGroups(step, self._version, "train", groups))
+        machine, actions = phases.begin(
+            self._plan(), harvested=self._fleet.harvested, reserved_awake=self.reserved_awake, now=self._sim.now,
+            close=WINDOW[self._fleet.window], why=self._fleet.window_reason,
+        )  # fmt: skip
+        self._under = _Under(step, self._sim.now, self._fleet.harvested, machine)
+        self._actions.extend(actions)
+        self._act()
+
+    def _plan(self) -> phases.Plan:
+        sc, contender = self._scenario, self._contender
+        ranks = min(sc.trainer.ranks, sc.prompts)
+        return phases.Plan(
+            sc.prompts * sc.samples, sc.prompts, contender.window, sc.wake_after_s, contender.harvest, self._reserved, ranks
+        )
+
+    def _react(self) -> None:
+        """Hand the machine what has come, unless it is computing: then that waits."""
+        self._react_due = False
+        under = self._under
+        if under is None or self._computing or self.stopped or self._sleeps(under):
+            return
+        self._idle_until_now(under)
+        under.harvested = max(under.harvested, self._fleet.harvested)
+        machine = under.machine
+        events: list[phases.Event] = []
+        if self._fleet.harvested != machine.harvested:
+            events.append(phases.FleetChanged(self._fleet.harvested, self._fleet.reserved_awake + self._fleet.reserved_asleep))
+        if WINDOW[self._fleet.window] != machine.close:
+            events.append(phases.WindowDecided(WINDOW[self._fleet.window], self._fleet.window_reason))
+        while self._inbox:
+            group = self._inbox.popleft()
+            under.ready.append(group)
+            under.done.append(group)
+            events.append(phases.GroupsCompleted(1, len(group.samples)))
+        self._feed(under, events or [phases.Tick()])
+        self._act()
+
+    def _sleeps(self, under: _Under) -> bool:
+        return self._contender.sleeps and under.machine.phase is phases.Phase.SEED and self._fleet.window == "open"
+
+    def _feed(self, under: _Under, events: Sequence[phases.Event]) -> None:
+        for event in events:
+            if under.machine.phase is phases.Phase.FINISH:
+                return
+            under.machine, actions = phases.react(under.machine, event, self._sim.now)
+            self._actions.extend(actions)
+            if any(isinstance(action, phases.TrainReady) for action in actions):
+                self._actions = deque(_last_train(self._actions))
+
+    def _idle_until_now(self, under: _Under) -> None:
+        passed, self._since = self._sim.now - self._since, self._sim.now
+        if self.reserved_awake:
+            under.seconds.seed += passed
+        else:
+            under.seconds.wait += passed
+
+    # ---------------------------------------------------------------- what it does
+
+    def _act(self) -> None:
+        """Perform the next action; computing takes time, and the one after it waits."""
+        under = self._under
+        assert under is not None
+        while self._actions and not self._computing:
+            action = self._actions.popleft()
+            match action:
+                case phases.SleepReserved():
+                    self._sleep(under)
+                case phases.WakeReserved():
+                    self._set_reserved(True)
+                    under.seconds.toggle += self.wake_s
+                    under.seconds.seed -= self.wake_s
+                case phases.TrainReady():
+                    self._train(under)
+                case phases.FinishStep():
+                    self._update(under)
+        if not self._computing:
+            self._poke_later(under.machine)
+
+    @property
+    def wake_s(self) -> float:
+        """Until reserved engines generate again."""
+        return cost.to_generating_s(self._scenario.trainer, self._scenario.offload, self._scenario.reserved.gpus)
+
+    def _set_reserved(self, awake: bool) -> None:
+        self.reserved_awake = awake
+        self._call(SetReserved(awake))
+
+    def _sleep(self, under: _Under) -> None:
+        if under.window_end < 0:
+            under.window_end = self._sim.now
+        self._set_reserved(False)
+        seconds = cost.to_training_s(self._scenario.trainer, self._scenario.offload)
+        under.seconds.toggle += seconds
+        self._compute(seconds, self._act)
+
+    def _train(self, under: _Under) -> None:
+        groups, under.ready = list(under.ready), deque()
+        lengths = [self._scenario.prompt_tokens + length for group in groups for length in self._lengths[group.group_id]]
+        spec = self._scenario.trainer
+        micro_steps = cost.pack(spec.model, lengths, spec.ranks, self._scenario.round_tokens)
+        seconds = sum(cost.micro_step_s(spec, by_rank) for by_rank in micro_steps)
+        under.seconds.train += seconds
+        self._compute(seconds, lambda: self._trained(under, len(groups)))
+
+    def _trained(self, under: _Under, groups: int) -> None:
+        self._feed(under, [phases.Trained(groups)])
+        self._react_later()
+        self._act()
+
+    def _update(self, under: _Under) -> None:
+        seconds = cost.optimizer_s(self._scenario.trainer)
+        under.seconds.update += seconds
+        self._compute(seconds, lambda: self._publish_next(under))
+
+    def _publish_next(self, under: _Under) -> None:
+        seconds = cost.publish_s(self._scenario.trainer)
+        under.seconds.publish += seconds
+        self._compute(seconds, lambda: self._commit(under))
+
+    def _commit(self, under: _Under) -> None:
+        self._publish()
+        seconds, tokens = under.seconds, sum(sum(self._lengths[group.group_id]) for group in under.done)
+        outcomes = tuple(SampleOutcome(s.sample_id, "consumed", 0.0, 0.0) for group in under.done for s in group.samples)
+        metrics = {
+            "seconds": self._sim.now - under.start_s,
+            "seconds_seed": seconds.seed + seconds.toggle,
+            "seconds_wait": seconds.wait,
+            "seconds_train": seconds.train,
+            "seconds_update": seconds.update,
+            "seconds_publish": seconds.publish,
+            "tokens": float(tokens),
+        }
+        self._call(CommitStep(under.step, self._version - 1, "train", outcomes, metrics))
+        self._under = None
+        self._finished(
+            StepOutcome(
+                under.step, under.start_s, self._sim.now, seconds.seed, seconds.toggle, seconds.wait, seconds.train, seconds.update,
+                seconds.publish, under.window_end - under.start_s if under.window_end >= 0 else 0.0, tokens, len(outcomes),
+                sum(s.moves for group in under.done for s in group.samples), under.harvested,
+            )
+        )  # fmt: skip
+        if not self.stopped:
+            self._begin(under.step + 1)
+
+    def _compute(self, seconds: float, then: Callable[[], None]) -> None:
+        self._computing = True
+        self._sim.after(seconds, lambda: self._computed(then))
+
+    def _computed(self, then: Callable[[], None]) -> None:
+        self._computing = False
+        self._since = self._sim.now
+        if not self.stopped:
+            then()
+
+    def _poke_later(self, machine: phases.Step) -> None:
+        """The machine waits for nothing but time: tell it when that has passed."""
+        if self._poke is not None:
+            self._poke.cancel()
+            self._poke = None
+        waits = [at + machine.plan.wake_after_s for at in (machine.gone_at, machine.back_at) if at is not None]
+        due = min((at for at in waits if at > self._sim.now), default=None)
+        if due is not None and machine.phase is not phases.Phase.FINISH:
+            self._poke = self._sim.at(due, self._react_later)
+
+
+def _last_train(actions: deque[phases.Action]) -> list[phases.Action]:
+    """Several rounds that became due at one instant are one round over all groups that wait."""
+    trains = [index for index, action in enumerate(actions) if isinstance(action, phases.TrainReady)]
+    return [action for index, action in enumerate(actions) if index not in trains[1:]]

@@ -1,0 +1,208 @@
+"""A whole run in virtual time: closed forms, conservation, preemption, and the same code as live."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from scavenger.errors import ConfigError
+from scavenger.router.policy import Standard
+from scavenger.simulate import presets
+from scavenger.simulate import trainer_model as cost
+from scavenger.simulate.contender import Contender
+from scavenger.simulate.decode import EngineSpec
+from scavenger.simulate.driver import simulate
+from scavenger.simulate.engine import Streams
+from scavenger.simulate.fleet import Fleet, from_deltas
+from scavenger.simulate.lengths import Lognormal, Sampled
+from scavenger.simulate.outcome import Outcome
+from scavenger.simulate.policies.colocated import COLOCATED
+from scavenger.simulate.policies.disaggregated import DISAGGREGATED
+from scavenger.simulate.policies.even import Even
+from scavenger.simulate.policies.polyrl import POLYRL
+from scavenger.simulate.policies.rlboost import RLBOOST, rlboost
+from scavenger.simulate.policies.rlboost import Settings as RLBoostSettings
+from scavenger.simulate.scenario import Scenario
+from scavenger.simulate.sequences import EngineBatch, Request
+from scavenger.simulate.site_daemon import Daemon
+from scavenger.simulate.startup import ColdStart, Phase
+from scavenger.simulate.trainer_model import TrainerSpec
+
+ENGINE = presets.engine("Qwen3-8B", "H100")
+TRAINER = TrainerSpec(ENGINE.model, ENGINE.gpu, 8, 0.4, 100e9, 25e9, sleep_s=1.0, wake_s=2.0)
+NOBODY = from_deltas("no idle GPUs", 1e7, {"a": 8}, {"a": 0}, [])
+ALWAYS = from_deltas("always idle", 1e7, {"a": 8, "b": 8}, {"a": 8, "b": 8}, [])
+SURE = ColdStart(Phase(10.0), Phase(5.0), Phase(15.0), 1e12)
+LENGTH, PROMPT = 2000, 512
+EQUAL = Scenario(
+    ENGINE, 8, ENGINE, TRAINER, Sampled((LENGTH,), 4096), NOBODY, prompts=16, prompt_tokens=PROMPT, steps=3, cold_start=SURE, relay=False
+)  # fmt: skip
+UNEVEN = replace(EQUAL, lengths=Lognormal.with_mean(1500, 0.9, 8192, 0.5), prompts=32, steps=3, fleet=ALWAYS, max_engines=8, max_batch=64)
+EVENLY = Contender("evenly", Even, window=0.4)
+
+
+def generation_s(spec: EngineSpec, samples: int) -> float:
+    """One engine with whole groups of 8, all of one length, from prefill to end."""
+    batch = EngineBatch(spec)
+    batch.add([Request(i, i // 8, PROMPT, 0, LENGTH) for i in range(samples)], 0.0)
+    while batch.size:
+        ended = batch.next_time()
+        batch.advance(ended)
+    return ended
+
+
+def training_s(scenario: Scenario) -> float:
+    lengths = [PROMPT + LENGTH] * scenario.prompts * scenario.samples
+    return cost.step_s(TRAINER, cost.pack(TRAINER.model, lengths, TRAINER.ranks, scenario.round_tokens)) + cost.publish_s(TRAINER)
+
+
+# ---------------------------------------------------------------- closed forms: alike engines, equal lengths, no preemption
+
+
+def test_colocated_is_generation_then_training_with_both_toggles() -> None:
+    out = simulate(EQUAL, COLOCATED)
+    toggles = cost.to_generating_s(TRAINER, True) + cost.to_training_s(TRAINER, True)
+    expected = toggles + generation_s(ENGINE, 16) + training_s(EQUAL)
+    assert [step.seconds for step in out.steps] == pytest.approx([expected] * 3, rel=0.01)
+    assert out.tokens_per_s == pytest.approx(16 * 8 * LENGTH / expected, rel=0.01)
+
+
+def test_disaggregated_is_the_pull_and_generation_then_training() -> None:
+    scenario = replace(EQUAL, fleet=ALWAYS, max_engines=8, max_batch=64)
+    out = simulate(replace(scenario, steps=4), DISAGGREGATED)
+    engines = 8
+    pull = max(ENGINE.model.weight_bytes * engines / TRAINER.nic_bytes_s, ENGINE.model.weight_bytes / scenario.engine_bytes_s)
+    load = ENGINE.model.weight_bytes / ENGINE.gpu.host_bytes_s
+    expected = pull + load + generation_s(ENGINE, 16) + training_s(EQUAL)
+    assert out.steps[-1].harvested == engines
+    assert out.steps[-1].seconds == pytest.approx(expected, rel=0.01)
+
+
+def instant(scenario: Scenario) -> Scenario:
+    """Toggles and weights take no time: a step is then generation over all engines, and training."""
+    gpu = replace(ENGINE.gpu, host_bytes_s=1e18)
+    engine = replace(ENGINE, gpu=gpu)
+    trainer = replace(TRAINER, gpu=gpu, sleep_s=0.0, wake_s=0.0, nic_bytes_s=1e18)
+    return replace(
+        scenario, reserved=engine, harvested=engine, trainer=trainer, engine_bytes_s=1e18, fleet=ALWAYS, max_engines=8, max_batch=64
+    )
+
+
+def test_rlboost_with_a_window_longer_than_generation_uses_all_engines_at_once() -> None:
+    out = simulate(replace(instant(EQUAL), steps=4), rlboost(RLBoostSettings(first_s=1e4, eta=0.0)))
+    assert out.steps[-1].harvested == 8
+    assert out.steps[-1].seconds == pytest.approx(generation_s(ENGINE, 8) + training_s(EQUAL), rel=0.01)
+
+
+def test_polyrl_sleeps_its_window_to_the_end_though_all_has_come() -> None:
+    out = simulate(replace(instant(EQUAL), steps=1), POLYRL)
+    dispatch_s = (16 - 1) / 4
+    assert dispatch_s + generation_s(ENGINE, 16) < 30.0
+    assert out.steps[0].seconds == pytest.approx(30.0 + training_s(EQUAL), rel=0.01)
+
+
+def test_polyrl_hands_out_four_groups_a_second() -> None:
+    """As many groups as engines: the last begins when its turn comes, and is alone on its engine."""
+    scenario = replace(instant(EQUAL), prompts=8, fleet=NOBODY, steps=1)
+    out = simulate(scenario, replace(POLYRL, sleeps=False, harvest=False))
+    assert out.steps[0].seed_s == pytest.approx((8 - 1) / 4 + generation_s(ENGINE, 8), rel=0.01)
+
+
+def test_rlboost_corrects_its_window_by_a_third_of_the_waits_difference() -> None:
+    """A window of 5 s (the floor) is too short: training waits; after the step it is 5 + wait/3."""
+    scenario = replace(instant(UNEVEN), steps=4)
+    out = simulate(scenario, rlboost(RLBoostSettings(first_s=5.0, memo=False)))
+    waited = [step.wait_s for step in out.steps]
+    assert waited[0] > 10.0
+    remote_idle_s = out.steps[1].start_s - out.steps[0].end_s + out.steps[0].update_s + out.steps[0].publish_s
+    assert out.steps[1].window_s == pytest.approx(5.0 + (waited[0] - remote_idle_s) / 3, abs=2.0)
+
+
+# ---------------------------------------------------------------- what must hold
+
+
+def held_never_exceeds_idle(out: Outcome) -> bool:
+    return all(held <= idle for _, held, idle in out.levels)
+
+
+def coming_and_going(seed: int, end_s: float = 3000.0) -> Fleet:
+    """On four nodes, every few seconds the idle GPUs of one become some other number."""
+    stream = Streams(seed).stream("coming and going")
+    deltas, idle = [], dict.fromkeys("abcd", 4)
+    for tick in range(1, int(end_s / 5)):
+        node = "abcd"[int(stream.integers(4))]
+        to = int(stream.integers(9))
+        deltas.append((tick * 5.0, node, to - idle[node]))
+        idle[node] = to
+    return from_deltas("coming and going", end_s, dict.fromkeys("abcd", 8), dict.fromkeys("abcd", 4), deltas)
+
+
+@pytest.mark.parametrize("contender", [DISAGGREGATED, EVENLY, RLBOOST, POLYRL], ids=lambda c: c.name)
+def test_preempted_engines_lose_no_sample_and_ours_never_hold_what_others_need(contender: Contender) -> None:
+    scenario = replace(UNEVEN, fleet=coming_and_going(1), max_engines=16, max_batch=32)
+    out = simulate(scenario, contender)
+    assert out.preemptions > 10
+    assert held_never_exceeds_idle(out)
+    assert [step.samples for step in out.steps] == [256] * 3
+    truth = [sum(sum(scenario.lengths.group(Streams(0), step, prompt, 8)) for prompt in range(32)) for step in (1, 2, 3)]
+    assert [step.tokens for step in out.steps] == truth
+    assert out.recorded == out.generated - out.regenerated
+    assert (out.regenerated > 0) == contender.whole_groups, "only what moves as a group is cut"
+
+
+def test_the_core_is_consistent_after_every_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = Daemon._handle
+
+    def checked(self, event):  # type: ignore[no-untyped-def]
+        handle(self, event)
+        self.router.check()
+
+    monkeypatch.setattr(Daemon, "_handle", checked)
+    contender = rlboost(RLBoostSettings(batch=4))  # moves much
+    out = simulate(replace(UNEVEN, steps=2, fleet=coming_and_going(2), max_engines=6, max_batch=32), contender)
+    assert out.decisions["rebalance"] > 0
+
+
+def test_equal_seeds_give_equal_outcomes_and_other_seeds_others() -> None:
+    scenario = replace(UNEVEN, fleet=coming_and_going(3), cold_start=presets.WARM_CACHE, steps=2)
+    assert simulate(scenario, RLBOOST) == simulate(scenario, RLBOOST)
+    assert simulate(scenario, RLBOOST).steps != simulate(replace(scenario, seed=1), RLBOOST).steps
+
+
+def test_a_fleet_that_vanishes_leaves_the_step_to_the_reserved_engines() -> None:
+    gone = from_deltas("gone after a minute", 1e6, {"a": 8}, {"a": 8}, [(70.0, "a", -8)])
+    out = simulate(replace(UNEVEN, fleet=gone, steps=2), EVENLY)
+    assert out.preemptions == 8 == len(out.engines)
+    assert [step.samples for step in out.steps] == [256, 256]
+
+
+def test_a_horizon_ends_the_simulation_between_steps() -> None:
+    out = simulate(replace(UNEVEN, steps=0, horizon_s=200.0), EVENLY)
+    assert out.seconds == 200.0
+    assert 0 < out.steps[-1].end_s <= 200.0
+    assert {engine.why for engine in out.engines} == {"running"}
+    assert out.tokens_per_s == pytest.approx(out.tokens / out.steps[-1].end_s)
+
+
+def test_engines_cost_from_their_jobs_start_and_idle_holds_are_counted() -> None:
+    out = simulate(replace(UNEVEN, steps=2), DISAGGREGATED)
+    held = sum(engine.held_s for engine in out.engines)
+    busy = sum(engine.busy_s for engine in out.engines)
+    assert out.harvested_gpu_hours == pytest.approx(held / 3600)
+    assert out.idle_held_gpu_hours == pytest.approx((held - busy) / 3600)
+    assert out.dollars(2.0, 1.0) == pytest.approx(2 * out.reserved_gpu_hours + out.harvested_gpu_hours)
+    assert all(engine.ready_s - engine.start_s >= 30.0 for engine in out.engines)
+
+
+def test_answers_that_do_not_fit_an_engine_and_endless_runs_are_refused() -> None:
+    with pytest.raises(ConfigError, match="do not fit"):
+        replace(EQUAL, prompt_tokens=10_000_000)
+    with pytest.raises(ConfigError, match="without an end"):
+        replace(EQUAL, steps=0, horizon_s=math.inf)
+
+
+def test_the_live_default_policy_runs_in_the_simulator_too() -> None:
+    out = simulate(replace(UNEVEN, steps=2), Contender("standard", Standard, window=0.5))
+    assert [step.samples for step in out.steps] == [256, 256]
