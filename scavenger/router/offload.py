@@ -1,0 +1,288 @@
+"""Which running samples change engines: rebalancing, the bound of a lease, and the merging of tails. Pure.
+
+All three reckon with when an engine is done: `Curve.drain_s` of what it holds (`forecast_speed`), given expected lengths. A move costs its
+target the prefill of the sample's whole context, and a transfer.
+
+    rebalance    take from the engine that is done last, give to the one that is done first, while that ends the later of both sooner
+                 by more than the move costs and by a margin that forecasts cannot be trusted below
+    lease_bound  tokens after which a lease is handed back, such that prefilling again costs a small share of decoding
+    merge        empty engines whose samples fit on others that would be done before the step's end anyway
+
+No oscillation: a move must lower the later of two engines' ends by `Price.margin`, and its price stays with its target. While
+forecasts stay where they are, moving back would raise that end by the price; while they err by less than half the margin, it cannot win
+the margin. Knows no clock, lease epoch or message.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from scavenger.router.forecast_speed import Curve
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A leased sample. `have`: tokens of context, prompt included; `rest`: expected tokens to come. `fixed`: it may not move now."""
+
+    sample_id: int
+    have: float
+    rest: float
+    fixed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """An engine and what it holds. `gives`, `takes`: samples may leave it, may come to it. `open_s`: how long it generates yet."""
+
+    worker_id: int
+    node: str
+    curve: Curve
+    limit: int
+    samples: tuple[Running, ...]
+    gives: bool = True
+    takes: bool = True
+    cache: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Price:
+    """What a move costs its target: seconds a token of context and seconds a move. `margin`: the least gain, a share of the later end."""
+
+    token_s: float
+    move_s: float
+    margin: float = 0.1
+
+    def of(self, sample: Running) -> float:
+        return self.move_s + self.token_s * sample.have
+
+
+@dataclass(frozen=True, slots=True)
+class Shift:
+    """One sample from one engine to another, and why."""
+
+    sample_id: int
+    source: int
+    target: int
+    gain_s: float
+    reason: str
+
+
+class _Work:
+    """One engine while moves are tried. `extra_s`: prefills of samples that came."""
+
+    def __init__(self, load: Load) -> None:
+        self.load = load
+        self.samples = {s.sample_id: s for s in load.samples}
+        self.work_s = sum(load.curve.work_s(s.have, s.rest) for s in load.samples)
+        self.context = sum(s.have + s.rest / 2 for s in load.samples)
+        self.extra_s = 0.0
+
+    @property
+    def longest(self) -> float:
+        return max((s.rest for s in self.samples.values()), default=0.0)
+
+    @property
+    def drain_s(self) -> float:
+        return self.load.curve.base * self.longest + self.work_s + self.extra_s
+
+    def without_s(self, sample: Running, longest: float) -> float:
+        """When it is done without this one; `longest` of the others."""
+        curve = self.load.curve
+        return curve.base * longest + self.work_s - curve.work_s(sample.have, sample.rest) + self.extra_s
+
+    def with_s(self, sample: Running, price: Price, longest: float) -> float:
+        curve = self.load.curve
+        more = curve.work_s(sample.have, sample.rest) + price.of(sample)
+        return curve.base * max(longest, sample.rest) + self.work_s + more + self.extra_s
+
+    def has_room(self, sample: Running) -> bool:
+        fits = self.context + sample.have + sample.rest / 2 <= self.load.cache or not self.samples
+        return self.load.takes and len(self.samples) < self.load.limit and fits
+
+    def give(self, sample: Running) -> None:
+        del self.samples[sample.sample_id]
+        self.work_s -= self.load.curve.work_s(sample.have, sample.rest)
+        self.context -= sample.have + sample.rest / 2
+
+    def take(self, sample: Running, price: Price) -> None:
+        self.samples[sample.sample_id] = sample
+        self.work_s += self.load.curve.work_s(sample.have, sample.rest)
+        self.context += sample.have + sample.rest / 2
+        self.extra_s += price.of(sample)
+
+
+def rebalance(loads: Iterable[Load], price: Price, critical_s: float = 0.0, most: int = 64) -> list[Shift]:
+    """Moves, each worth it after those before it. Engines done before `critical_s` (when the step cannot end sooner) are left alone.
+
+    Each round looks at the engine that is done last; when nothing of it is worth a move, at the next, until one is done by `critical_s`.
+    """
+    works = {load.worker_id: _Work(load) for load in sorted(loads, key=lambda load: load.worker_id)}
+    late = [(-work.drain_s, worker_id) for worker_id, work in works.items() if work.load.gives and work.samples]
+    heapq.heapify(late)
+    shifts: list[Shift] = []
+    moved: set[int] = set()
+    while late and len(shifts) < most:
+        ends_s, worker_id = heapq.heappop(late)
+        if -ends_s <= critical_s:
+            break
+        found = _best_shift(works[worker_id], works.values(), price, moved, critical_s)
+        if found is None:
+            continue
+        shift, target = found
+        sample = works[worker_id].samples[shift.sample_id]
+        works[worker_id].give(sample)
+        target.take(sample, price)
+        moved.add(sample.sample_id)
+        shifts.append(shift)
+        if works[worker_id].samples:
+            heapq.heappush(late, (-works[worker_id].drain_s, worker_id))
+    return shifts
+
+
+def _best_shift(source: _Work, works: Iterable[_Work], price: Price, moved: set[int], critical_s: float) -> tuple[Shift, _Work] | None:
+    """The sample whose move to the engine that is done first gains most, or None when none gains enough."""
+    before = source.drain_s
+    rests = sorted((s.rest for s in source.samples.values()), reverse=True)
+    targets = [w for w in works if w is not source and w.load.takes and len(w.samples) < w.load.limit]
+    if not targets:
+        return None
+    target = min(targets, key=lambda w: (w.drain_s, w.load.worker_id))
+    there, longest_there = target.drain_s, target.longest
+    best: tuple[float, int, Running] | None = None
+    for sample in source.samples.values():
+        if sample.fixed or sample.sample_id in moved or not target.has_room(sample):
+            continue
+        others = rests[1] if len(rests) > 1 and sample.rest == rests[0] else rests[0] if len(rests) > 1 else 0.0
+        after = max(source.without_s(sample, others), target.with_s(sample, price, longest_there), critical_s)
+        if best is None or (after, sample.sample_id) < best[:2]:
+            best = (after, sample.sample_id, sample)
+    if best is None:
+        return None
+    after, _, sample = best
+    gain, cost = before - after, price.of(sample)
+    # `after` holds the price already; asking for it once more is the hysteresis that errors of the forecast have to overcome.
+    if gain <= cost + price.margin * before:
+        return None
+    why = (
+        f"worker {source.load.worker_id} is done in {before:.1f} s and worker {target.load.worker_id} in {there:.1f} s: "
+        f"moving {sample.rest:.0f} expected tokens ends both in {after:.1f} s, for {cost:.2f} s of prefill and transfer"
+    )
+    return Shift(sample.sample_id, source.load.worker_id, target.load.worker_id, gain, why), target
+
+
+# ---------------------------------------------------------------- the bound of a lease
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """Tokens after which a lease is handed back; None: never."""
+
+    tokens: int | None
+    reason: str
+
+
+#: Prefilling again may cost this share of what is decoded between two hand-backs.
+PREFILL_SHARE = 0.05
+
+
+def lease_bound(have: float, rest: float, step_s: float, batch: float, price: Price, share: float = PREFILL_SHARE) -> Bound:
+    """The shortest lease of n tokens whose hand-back costs at most `share` of the engine time that decoding them takes.
+
+    Decoding n tokens in a batch takes n * step_s / batch of its engine; prefilling them again with all before them, `move_s + token_s *
+    (have + n)`. So n = (move_s + token_s * have) / (share * step_s / batch - token_s). None where prefill is dearer than that for any n,
+    and where the sample is expected to end before the bound anyway.
+    """
+    decode = share * step_s / max(batch, 1.0)
+    if decode <= price.token_s:
+        return Bound(None, f"prefilling a token costs {price.token_s:.2e} s, over {share:.0%} of decoding one: leases are not bounded")
+    tokens = math.ceil((price.move_s + price.token_s * have) / (decode - price.token_s))
+    if tokens >= rest:
+        return Bound(None, f"{rest:.0f} tokens are expected, fewer than the {tokens} after which a hand-back costs under {share:.0%}")
+    return Bound(tokens, f"after {tokens} tokens prefilling {have:.0f} and these again costs {share:.0%} of having decoded them")
+
+
+# ---------------------------------------------------------------- tails
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """Moves that leave `emptied` without a sample, the step's end unchanged."""
+
+    shifts: tuple[Shift, ...]
+    emptied: tuple[int, ...]
+    reason: str
+
+
+#: Merged engines are done by this share of the time that is left, so that an error of the forecast does not lengthen the step.
+MERGE_SHARE = 0.9
+
+
+def merge(loads: Iterable[Load], price: Price, end_s: float, worth_s: float) -> Merge:
+    """Empty as many engines as fit on others by `MERGE_SHARE * end_s`, `end_s` being when the step is expected to have all samples.
+
+    Nothing is moved when less than `worth_s` is left: a freed GPU would be idle for less than it costs to start an engine on it again.
+    Engines of the node that holds the fewest samples go first, so that whole nodes become free.
+    """
+    if end_s < worth_s:
+        return Merge((), (), f"{end_s:.1f} s are left, under the {worth_s:.1f} s for which freeing an engine pays")
+    works = {load.worker_id: _Work(load) for load in sorted(loads, key=lambda load: load.worker_id)}
+    limit_s = MERGE_SHARE * end_s
+    by_node: dict[str, int] = {}
+    for work in works.values():
+        by_node[work.load.node] = by_node.get(work.load.node, 0) + len(work.samples)
+    ranks = sorted(works, key=lambda w: (by_node[works[w].load.node], works[w].load.node, len(works[w].samples), works[w].drain_s, w))
+    shifts: list[Shift] = []
+    emptied: list[int] = []
+    came: set[int] = set()
+    for worker_id in ranks:
+        source = works[worker_id]
+        if not source.samples or not source.load.gives or any(s.fixed or s.sample_id in came for s in source.samples.values()):
+            continue
+        targets = [works[w] for w in reversed(ranks) if w != worker_id and w not in emptied and works[w].samples]
+        placed = _fit(source, targets, price, limit_s)
+        if placed is None:
+            continue
+        for sample, target in placed:
+            source.give(sample)
+            target.take(sample, price)
+            came.add(sample.sample_id)
+            why = f"worker {worker_id} is emptied: worker {target.load.worker_id} ends in {target.drain_s:.1f} s of {end_s:.1f} s with it"
+            shifts.append(Shift(sample.sample_id, worker_id, target.load.worker_id, 0.0, why))
+        emptied.append(worker_id)
+    why = f"{len(emptied)} engines are emptied by {len(shifts)} moves, all done in {limit_s:.1f} s of {end_s:.1f} s"
+    return Merge(tuple(shifts), tuple(emptied), why)
+
+
+def _fit(source: _Work, targets: Sequence[_Work], price: Price, limit_s: float) -> list[tuple[Running, _Work]] | None:
+    """An engine for each sample of `source`, the longest first, each to the fullest that has time for it; None when one finds none."""
+    added: dict[int, list[Running]] = {target.load.worker_id: [] for target in targets}
+    placed = []
+    for sample in sorted(source.samples.values(), key=lambda s: (-s.rest, s.sample_id)):
+        best: tuple[float, int, _Work] | None = None
+        for target in targets:
+            mine = added[target.load.worker_id]
+            if not target.has_room(sample) or len(target.samples) + len(mine) >= target.load.limit:
+                continue
+            ends = _with_all(target, [*mine, sample], price)
+            if ends <= limit_s and (best is None or (-ends, target.load.worker_id) < best[:2]):
+                best = (-ends, target.load.worker_id, target)
+        if best is None:
+            return None
+        added[best[1]].append(sample)
+        placed.append((sample, best[2]))
+    return placed
+
+
+def _with_all(target: _Work, samples: Sequence[Running], price: Price) -> float:
+    curve = target.load.curve
+    longest = max(target.longest, *(s.rest for s in samples))
+    more = sum(curve.work_s(s.have, s.rest) + price.of(s) for s in samples)
+    return curve.base * longest + target.work_s + more + target.extra_s
+
+
+def drains(loads: Iterable[Load]) -> Mapping[int, float]:
+    """When each engine is done, by worker id."""
+    return {load.worker_id: load.curve.drain_s([(s.have, s.rest) for s in load.samples]) for load in loads}
