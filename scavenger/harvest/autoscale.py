@@ -54,14 +54,14 @@ def step_ended(state: State, wait_share: float, useful: int, rules: Rules) -> St
     wait = wait_share if state.wait is None else (1 - rules.weight) * state.wait + rules.weight * wait_share
     told = f"the trainer waits {wait:.0%} of a step, {useful} engines are useful, {state.target} asked for"
     if wait > rules.high and useful > state.target:
-        grown = max(state.target + 1, math.ceil(max(1, state.target) / max(1 - wait, 0.05)))
+        grown = max(state.target + 1, math.ceil(max(1, state.target) / max(1 - wait, 0.05) - 1e-9))
         target = min(useful, grown)
         return State(target, wait, 0, f"{told}: over {rules.high:.0%}, so {target}")
     idle = wait < rules.low or useful < state.target
     low_steps = state.low_steps + 1 if idle else 0
     if idle and low_steps >= rules.patience and state.target > 0:
-        least = min(useful, state.target) if useful < state.target else state.target - 1
-        target = max(least, state.target - max(1, math.floor(rules.shrink * state.target)), 0)
+        least = useful if useful < state.target else 0
+        target = max(least, state.target - max(1, math.floor(rules.shrink * state.target)))
         return State(target, wait, low_steps, f"{told}: for {low_steps} steps too many, so {target}")
     band = f"within {rules.low:.0%} to {rules.high:.0%}" if not idle else f"too many for {low_steps} of {rules.patience} steps"
     return State(state.target, wait, low_steps, f"{told}: {band}, so it stays")
@@ -106,3 +106,9 @@ def worth(saving: float, run_gpus: float, gpus: int, cold_start_s: float, life: 
     if wasted > MOST_WASTED:
         return Worth(False, saved, cost, f"{told}; over {MOST_WASTED:.0%} would be wasted")
     return Worth(saved > cost, saved, cost, told)
+
+
+def break_even(run_gpus: float, gpus: int, cold_start_s: float, life: Curve) -> float:
+    """The saving at which `worth` turns: what an engine must at least shorten the step by; inf when none outlasts its start."""
+    serves = run_gpus * life.expected_s(cold_start_s)
+    return gpus * life.expected_s(0.0, horizon_s=cold_start_s) / serves if serves > 0 else math.inf

@@ -33,6 +33,7 @@ PRIOR_PAIRS = 64.0
 #: Answers whose weight the memory of earlier steps aims at: a big step forgets quickly, a small one slowly.
 MEMORY = 1024.0
 _EDGE = 1e-9
+_MASK = (1 << 64) - 1
 
 
 def upper_tail(x: float) -> float:
@@ -238,19 +239,25 @@ def corput(index: int, base: int = 2) -> float:
     return share
 
 
-def impute(table: Table, groups: Mapping[int, Group]) -> dict[int, tuple[float, ...]]:
+def scatter(key: int, index: int) -> float:
+    """A share in (0, 1) for sample `index` of group `key`: always the same one, and siblings' are as if independent (splitmix64)."""
+    mixed = (key * 0x9E3779B97F4A7C15 + (index + 1) * 0xD1B54A32D192ED03) & _MASK
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+    return ((mixed ^ (mixed >> 31)) + 0.5) / (_MASK + 1)
+
+
+def impute(table: Table, groups: Mapping[int, Group], beliefs: Mapping[int, Belief] | None = None) -> dict[int, tuple[float, ...]]:
     """One plausible final length of each running sample of each group, in the order of `Group.running`.
 
-    Drawn by quantiles that fill the distribution evenly instead of at random: the whole set has the spread, the likeness of siblings and
-    the maximum that the distribution expects, and equal facts give equal lengths.
+    Groups' means fill their distribution evenly; siblings' deviations are scattered (spread evenly inside a group, the longest of each
+    would be too long). So the set has the spread, the likeness of siblings and about the maximum that the distribution expects, and equal
+    facts give equal lengths. `beliefs`: of all groups, where they are known already.
     """
     imputed = {}
-    for rank, key in enumerate(sorted(groups), start=1):
+    for key in sorted(groups):
         group = groups[key]
-        count = len(group.running)
-        if not count:
-            continue
-        belief, offset = table.belief(group), corput(rank, 3)
-        group_share = corput(rank)
-        imputed[key] = tuple(table.at(belief, have, (i + offset) / count, group_share) for i, have in enumerate(group.running))
+        if group.running:
+            belief, share = beliefs[key] if beliefs else table.belief(group), corput(key + 1)
+            imputed[key] = tuple(table.at(belief, have, scatter(key, i), share) for i, have in enumerate(group.running))
     return imputed

@@ -3,21 +3,21 @@
 All three reckon with when an engine is done: `Curve.drain_s` of what it holds (`forecast_speed`), given expected lengths. A move costs its
 target the prefill of the sample's whole context, and a transfer.
 
-    rebalance    take from the engine that is done last, give to the one that is done first, while that ends the later of both sooner
-                 by more than the move costs and by a margin that forecasts cannot be trusted below
+    rebalance    take from the engine that is done last, give to those that are done first, while each move ends the later of two sooner
+                 by more than it costs, and all of them together by a margin that forecasts cannot be trusted below
     lease_bound  tokens after which a lease is handed back, such that prefilling again costs a small share of decoding
     merge        empty engines whose samples fit on others that would be done before the step's end anyway
 
-No oscillation: a move must lower the later of two engines' ends by `Price.margin`, and its price stays with its target. While
-forecasts stay where they are, moving back would raise that end by the price; while they err by less than half the margin, it cannot win
-the margin. Knows no clock, lease epoch or message.
+No oscillation: every move lowers the later of two engines' ends, so that while forecasts stay where they are the ends, sorted, only
+fall and no state comes twice; and whatever forecasts do, no sample returns to an engine that it was taken from (`Running.left`, which the
+caller keeps). Knows no clock, lease epoch or message.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from scavenger.router.forecast_speed import Curve
@@ -25,12 +25,16 @@ from scavenger.router.forecast_speed import Curve
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A leased sample. `have`: tokens of context, prompt included; `rest`: expected tokens to come. `fixed`: it may not move now."""
+    """A leased sample. `have`: tokens of context, prompt included; `rest`: expected tokens to come.
+
+    `fixed`: it may not move now. `left`: engines that it was taken from before; it never goes back to one.
+    """
 
     sample_id: int
     have: float
     rest: float
     fixed: bool = False
+    left: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +53,10 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What a move costs its target: seconds a token of context and seconds a move. `margin`: the least gain, a share of the later end."""
+    """What a move costs its target: seconds a token of context and seconds a move.
+
+    `margin`: how much sooner an engine must be done for taking from it, a share of when it would be.
+    """
 
     token_s: float
     move_s: float
@@ -100,24 +107,34 @@ class _Work:
 
     def has_room(self, sample: Running) -> bool:
         fits = self.context + sample.have + sample.rest / 2 <= self.load.cache or not self.samples
-        return self.load.takes and len(self.samples) < self.load.limit and fits
+        may = self.load.takes and self.load.worker_id not in sample.left
+        return may and len(self.samples) < self.load.limit and fits
 
     def give(self, sample: Running) -> None:
         del self.samples[sample.sample_id]
         self.work_s -= self.load.curve.work_s(sample.have, sample.rest)
         self.context -= sample.have + sample.rest / 2
 
-    def take(self, sample: Running, price: Price) -> None:
+    def put_back(self, sample: Running) -> None:
         self.samples[sample.sample_id] = sample
         self.work_s += self.load.curve.work_s(sample.have, sample.rest)
         self.context += sample.have + sample.rest / 2
+
+    def undo(self, sample: Running, price: Price) -> None:
+        self.give(sample)
+        self.extra_s -= price.of(sample)
+
+    def take(self, sample: Running, price: Price) -> None:
+        self.put_back(sample)
         self.extra_s += price.of(sample)
 
 
 def rebalance(loads: Iterable[Load], price: Price, critical_s: float = 0.0, most: int = 64) -> list[Shift]:
     """Moves, each worth it after those before it. Engines done before `critical_s` (when the step cannot end sooner) are left alone.
 
-    Each round looks at the engine that is done last; when nothing of it is worth a move, at the next, until one is done by `critical_s`.
+    Each round looks at the engine that is done last and takes from it, sample by sample, what ends the later of it and its target sooner
+    by more than the move costs; all of that is kept when the engine is done sooner by the margin, else nothing of it. After `most` moves
+    no further engine is looked at.
     """
     works = {load.worker_id: _Work(load) for load in sorted(loads, key=lambda load: load.worker_id)}
     late = [(-work.drain_s, worker_id) for worker_id, work in works.items() if work.load.gives and work.samples]
@@ -128,49 +145,63 @@ def rebalance(loads: Iterable[Load], price: Price, critical_s: float = 0.0, most
         ends_s, worker_id = heapq.heappop(late)
         if -ends_s <= critical_s:
             break
-        found = _best_shift(works[worker_id], works.values(), price, moved, critical_s)
-        if found is None:
+        source = works[worker_id]
+        taken = _relieve(source, works.values(), price, moved, critical_s)
+        if -ends_s - max(source.drain_s, critical_s) <= price.margin * -ends_s:
+            for _, sample, target in reversed(taken):
+                target.undo(sample, price)
+                source.put_back(sample)
             continue
-        shift, target = found
-        sample = works[worker_id].samples[shift.sample_id]
-        works[worker_id].give(sample)
-        target.take(sample, price)
-        moved.add(sample.sample_id)
-        shifts.append(shift)
-        if works[worker_id].samples:
-            heapq.heappush(late, (-works[worker_id].drain_s, worker_id))
+        moved |= {sample.sample_id for _, sample, _ in taken}
+        shifts += [shift for shift, _, _ in taken]
     return shifts
 
 
-def _best_shift(source: _Work, works: Iterable[_Work], price: Price, moved: set[int], critical_s: float) -> tuple[Shift, _Work] | None:
+Taken = tuple[Shift, Running, _Work]
+
+
+def _relieve(source: _Work, works: Iterable[_Work], price: Price, moved: Set[int], critical_s: float) -> list[Taken]:
+    """Take samples from one engine while each one's move ends both engines sooner, by more than it costs."""
+    others = [work for work in works if work is not source and work.load.takes]
+    taken: list[Taken] = []
+    while source.samples and source.drain_s > critical_s:
+        found = _best_shift(source, others, price, moved, critical_s)
+        if found is None:
+            break
+        _, sample, target = found
+        source.give(sample)
+        target.take(sample, price)
+        taken.append(found)
+    return taken
+
+
+def _best_shift(source: _Work, others: Sequence[_Work], price: Price, moved: Set[int], critical_s: float) -> Taken | None:
     """The sample whose move to the engine that is done first gains most, or None when none gains enough."""
-    before = source.drain_s
-    rests = sorted((s.rest for s in source.samples.values()), reverse=True)
-    targets = [w for w in works if w is not source and w.load.takes and len(w.samples) < w.load.limit]
+    targets = [work for work in others if len(work.samples) < work.load.limit]
     if not targets:
         return None
-    target = min(targets, key=lambda w: (w.drain_s, w.load.worker_id))
-    there, longest_there = target.drain_s, target.longest
+    target = min(targets, key=lambda work: (work.drain_s, work.load.worker_id))
+    before, there, longest_there = source.drain_s, target.drain_s, target.longest
+    rests = heapq.nlargest(2, (sample.rest for sample in source.samples.values()))
     best: tuple[float, int, Running] | None = None
     for sample in source.samples.values():
         if sample.fixed or sample.sample_id in moved or not target.has_room(sample):
             continue
-        others = rests[1] if len(rests) > 1 and sample.rest == rests[0] else rests[0] if len(rests) > 1 else 0.0
-        after = max(source.without_s(sample, others), target.with_s(sample, price, longest_there), critical_s)
+        longest_left = rests[0] if sample.rest < rests[0] else rests[1] if len(rests) > 1 else 0.0
+        after = max(source.without_s(sample, longest_left), target.with_s(sample, price, longest_there), critical_s)
         if best is None or (after, sample.sample_id) < best[:2]:
             best = (after, sample.sample_id, sample)
     if best is None:
         return None
     after, _, sample = best
     gain, cost = before - after, price.of(sample)
-    # `after` holds the price already; asking for it once more is the hysteresis that errors of the forecast have to overcome.
-    if gain <= cost + price.margin * before:
+    if gain <= cost:  # `after` holds the price already: it has to be won twice
         return None
     why = (
         f"worker {source.load.worker_id} is done in {before:.1f} s and worker {target.load.worker_id} in {there:.1f} s: "
         f"moving {sample.rest:.0f} expected tokens ends both in {after:.1f} s, for {cost:.2f} s of prefill and transfer"
     )
-    return Shift(sample.sample_id, source.load.worker_id, target.load.worker_id, gain, why), target
+    return Shift(sample.sample_id, source.load.worker_id, target.load.worker_id, gain, why), sample, target
 
 
 # ---------------------------------------------------------------- the bound of a lease

@@ -84,7 +84,7 @@ def _search(model: StepModel) -> tuple[float, float, float]:
             known[window] = model.close_s(window)
         return known[window]
 
-    grid = sorted({end * i / GRID for i in range(GRID + 1)})
+    grid = sorted({*(end * i / GRID for i in range(GRID)), end})
     best = min(grid, key=lambda w: (at(w), w))
     index = grid.index(best)
     low, high = grid[max(0, index - 1)], grid[min(len(grid) - 1, index + 1)]
