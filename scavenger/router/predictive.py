@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from scavenger.harvest import autoscale
 from scavenger.router import offload, placement
@@ -23,7 +23,7 @@ from scavenger.router import window as windows
 from scavenger.router.forecast import Forecast
 from scavenger.router.forecast_lengths import Belief
 from scavenger.router.forecast_speed import Curve
-from scavenger.router.forecast_step import NEVER
+from scavenger.router.forecast_step import NEVER, StepModel
 from scavenger.router.policy import (
     Fact,
     Move,
@@ -52,8 +52,6 @@ AGAIN_SHARE, AGAIN_MIN_S, AGAIN_MAX_S = 0.4, 2.0, 60.0
 RANKING_S = 10.0
 #: No sample is moved onto reserved engines that will sleep within this.
 OPEN_LEAST_S = 30.0
-#: The step cannot end before its training does; engines done by this share of that are not hurried.
-CRITICAL_SHARE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +96,7 @@ class Predictive:
         self._trained_at: float | None = None
         self._fleet = FleetSizer(self.settings.least_saving, self.settings.rules)
         self._retired: set[int] = set()
+        self._left: dict[int, frozenset[int]] = {}  # sample -> engines that it was taken from in this step
 
     @property
     def every_s(self) -> float:
@@ -126,6 +125,7 @@ class Predictive:
         self._decision = self._plan = None
         self._beliefs.clear()
         self._retired.clear()
+        self._left.clear()
         self._trained = 0.0
         self._ranked_at = -math.inf
 
@@ -216,10 +216,9 @@ class Predictive:
 
     def _starved(self, picture: Picture) -> float:
         """How much the trainer lacks whole groups: 0 while it does not train, and while it has half a minute's work."""
-        if picture.step.reserved_awake and picture.reserved:
+        if picture.step.reserved_awake or not picture.reserved:
             return 0.0
-        ready_s = self._train_s(picture) * max(0.0, picture.delivered_tokens[1] - self._trained)
-        return max(0.0, 1 - ready_s / OPEN_LEAST_S)
+        return max(0.0, 1 - self._ready_s(picture) / OPEN_LEAST_S)
 
     def _engines_of(self, picture: Picture) -> list[placement.Engine]:
         expected = picture.expected
@@ -277,12 +276,13 @@ class Predictive:
         if len(loads) < 2:
             return ()
         price = self._price(self.forecast.prefill_s(loads[0].curve))
-        critical_s = self._critical_s(picture)
         shifts: Sequence[offload.Shift] = ()
         if self.settings.rebalance:
-            shifts = offload.rebalance(loads, price, critical_s)
+            shifts = offload.rebalance(loads, price, self._ready_s(picture))
         if not shifts and self.settings.tails:
-            shifts = self._merge(picture, loads, price, critical_s)
+            shifts = self._merge(picture, loads, price)
+        for shift in shifts:
+            self._left[shift.sample_id] = self._left.get(shift.sample_id, frozenset()) | {shift.source}
         return [Move(shift.sample_id, shift.source, shift.target, shift.reason) for shift in shifts]
 
     def _loads(self, picture: Picture, now: float) -> list[offload.Load]:
@@ -294,29 +294,47 @@ class Predictive:
             if not worker.serves:
                 continue
             running = tuple(
-                offload.Running(s.id, s.prompt_tokens + s.length, expected[s.id], s.moving or (s.moves > 0 and s.leased_at > settled))
+                offload.Running(
+                    s.id,
+                    s.prompt_tokens + s.length,
+                    expected[s.id],
+                    fixed=s.moving or (s.moves > 0 and s.leased_at > settled),
+                    left=self._left.get(s.id, frozenset()),
+                )
                 for s in picture.held.get(worker.id, ())
             )
             takes = worker.id not in self._retired and not (closes and worker.kind == "reserved")
             loads.append(offload.Load(worker.id, worker.node, picture.curve(worker), worker.max_batch, running, True, takes))
         return loads
 
-    def _critical_s(self, picture: Picture) -> float:
-        """Before this the step cannot end: all that is not trained yet has to be, after the window."""
-        if not picture.reserved:
+    def _ready_s(self, picture: Picture) -> float:
+        """The trainer's work in hand: nothing that comes sooner can end the step sooner. 0 while it does not train."""
+        if picture.step.reserved_awake or not picture.reserved:
             return 0.0
-        tokens = sum(group.done_tokens for group in picture.groups.values()) - self._trained
-        tokens += sum(s.prompt_tokens + s.length + picture.expected[s.id] for group in picture.groups.values() for s in group.running)
-        return CRITICAL_SHARE * self._train_s(picture) * max(0.0, tokens)
+        return self._train_s(picture) * max(0.0, picture.delivered_tokens[1] - self._trained)
 
-    def _merge(self, picture: Picture, loads: Sequence[offload.Load], price: offload.Price, critical_s: float) -> Sequence[offload.Shift]:
-        """Free engines whose samples fit elsewhere, once reserved engines train: until then every engine is needed."""
+    def _merge(self, picture: Picture, loads: Sequence[offload.Load], price: offload.Price) -> Sequence[offload.Shift]:
+        """Free engines whose samples fit elsewhere, once reserved engines train: until then every engine is needed.
+
+        What is merged has to be done by the step's expected end even if its samples turn out long; and the step must not be predicted
+        longer without the freed engines, the trainer's rounds included.
+        """
         if picture.step.reserved_awake and picture.reserved:
             return ()
         harvested = {w.id for w in picture.harvested}
         able = [load for load in loads if load.worker_id in harvested and load.samples]
-        end_s = max([critical_s, *offload.drains(able).values()]) if able else 0.0
-        merged = offload.merge(able, price, end_s, self.forecast.start.value)
+        end_s, worth_s = max(offload.drains(able).values(), default=0.0), self.forecast.start.value
+        if len(able) < 2 or end_s < worth_s:
+            return ()
+        views = {s.id: s for samples in picture.held.values() for s in samples}
+        long = [replace(one, samples=tuple(replace(s, rest=picture.longest(views[s.sample_id])) for s in one.samples)) for one in able]
+        merged = offload.merge(long, price, end_s, worth_s)
+        if not merged.emptied:
+            return ()
+        now = picture.situation(self._trained)
+        fewer = replace(now, harvested=replace(now.harvested, engines=now.harvested.engines - len(merged.emptied)))
+        if StepModel(fewer).asleep_s() > (1 + windows.ALIKE) * StepModel(now).asleep_s():
+            return ()
         self._retired |= set(merged.emptied)
         return merged.shifts
 

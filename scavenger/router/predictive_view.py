@@ -20,6 +20,8 @@ from scavenger.router.policy import RunView, SampleView, WorkerView
 LOADING = ("loading", "away")
 #: An engine that is late is expected after this share more of what it has been loading for.
 LATE = 0.25
+#: The quantile that counts where a sample must not be late.
+SAFE = 0.9
 
 
 @dataclass(slots=True)
@@ -98,6 +100,11 @@ class Picture:
             for group_id in keys
             for sample, length in zip(self.groups[group_id].running, lengths[group_id], strict=True)
         }
+
+    def longest(self, sample: SampleView) -> float:
+        """Tokens to come that this sample exceeds in one of ten cases only."""
+        belief = self._belief(sample.group_id, self.groups[sample.group_id])
+        return self.table.at(belief, sample.length, SAFE) - sample.length
 
     def _belief(self, group_id: int, group: GroupState) -> Belief:
         """Solved again when a sibling finished, or one has grown by an eighth (at first by 64 tokens)."""
