@@ -251,6 +251,8 @@ class SmallSite:
             for placement in self.policy.place(self.view(), self.now):
                 self._give(placement.sample_id, self.hosts[placement.worker_id])
                 given.setdefault(placement.worker_id, []).append(placement.sample_id)
+        self._prefill(given)
+        given = {}
         for move in self.policy.rebalance(self.view(), self.now):
             self._take(self.hosts[move.from_worker], move.sample_id)
             if move.to_worker and len(self.hosts[move.to_worker].leases) < self.max_batch:
