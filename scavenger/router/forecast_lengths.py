@@ -118,7 +118,7 @@ class Table:
             precision = 1 + slope * slope * information
             step = max(-1.5, min(1.5, (slope * pull - mean) / precision))
             mean += step
-            if abs(step) < 1e-3:
+            if abs(step) < 3e-3:
                 break
         return Belief(mean, 1 / math.sqrt(precision))
 
@@ -142,7 +142,14 @@ class Table:
 
     def expected(self, belief: Belief, have: int) -> float:
         """E[length | length > have, group], the mean of three quantiles that share the distribution evenly."""
-        return sum(self.at(belief, have, share) for share in (1 / 6, 0.5, 5 / 6)) / 3
+        mean, sd = math.sqrt(self.correlation) * belief.mean, math.sqrt(1 - self.correlation * (1 - belief.sd * belief.sd))
+        sd = max(sd, 1e-3)
+        left = upper_tail((self.score(have) - mean) / sd) if have > self.edges[0] else 1.0
+        total, least = 0.0, have + 1.0
+        for share in (5 / 6, 0.5, 1 / 6):
+            length = self.length(mean - sd * _quantile(min(1 - 1e-12, max(left * share, 1e-12))))
+            total += length if length > least else least
+        return min(float(self.cap), total / 3)
 
 
 class LengthForecast:

@@ -27,7 +27,9 @@ from scavenger.router.forecast_speed import Curve
 
 NEVER = math.inf
 #: Samples that end together in the model: a share of those that still run, so that the last ones are told apart.
-BUCKET_SHARE = 1 / 12
+BUCKET_SHARE = 1 / 10
+#: Fewer engines than this (what is left of those that are lost) generate nothing.
+FEW = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,24 +166,27 @@ class _Fleet:
 
     def pace(self, t: float, n: float, mean: float) -> tuple[float, float]:
         """(seconds in which each of n samples gains a token, share of the samples on reserved engines) at time t; (inf, 0) with nobody."""
-        pools = [(p, e) for p, e in ((self._reserved, self.reserved(t)), (self._harvested, self.harvested(t))) if e > 1e-3]
-        if not pools:
-            return NEVER, 0.0
-        slots = sum(e * pool.slots for pool, e in pools)
-        running = min(n, slots)
-        while True:
-            loads = [(e, pool.curve.base, max(pool.curve.per_sample + pool.curve.per_token * mean, 1e-12)) for pool, e in pools]
-            step = (running + sum(e * a / k for e, a, k in loads)) / sum(e / k for e, _, k in loads)
-            slowest = max(range(len(loads)), key=lambda i: loads[i][1])
-            if len(loads) == 1 or step > loads[slowest][1]:
-                break
-            del pools[slowest]  # even an empty one would be late
-        step = max(step, min(a + k for _, a, k in loads))
-        on_reserved = 0.0
-        if pools[0][0] is self._reserved and self.reserved(t):
-            e, a, k = loads[0]
-            on_reserved = min(1.0, e * max(0.0, step - a) / k / max(running, 1e-9))
-        return step * n / max(running, 1e-9), on_reserved
+        reserved, harvested = self.reserved(t), self.harvested(t)
+        if harvested <= FEW:
+            return (NEVER, 0.0) if reserved <= FEW else (_alone(self._reserved, reserved, n, mean), 1.0)
+        if reserved <= FEW:
+            return _alone(self._harvested, harvested, n, mean), 0.0
+        mine, theirs = self._reserved.curve, self._harvested.curve
+        running = min(n, reserved * self._reserved.slots + harvested * self._harvested.slots)
+        k, j = max(mine.per_sample + mine.per_token * mean, 1e-12), max(theirs.per_sample + theirs.per_token * mean, 1e-12)
+        step = (running + reserved * mine.base / k + harvested * theirs.base / j) / (reserved / k + harvested / j)
+        if step <= mine.base:  # even an empty one would be late
+            return _alone(self._harvested, harvested, n, mean), 0.0
+        if step <= theirs.base:
+            return _alone(self._reserved, reserved, n, mean), 1.0
+        share = min(1.0, reserved * (step - mine.base) / k / running)
+        return max(step, min(mine.base + k, theirs.base + j)) * n / running, share
+
+
+def _alone(pool: Pool, engines: float, n: float, mean: float) -> float:
+    """Seconds in which each of n samples gains a token on engines of one kind: at least those of a sample that is alone."""
+    curve, running = pool.curve, min(n, engines * pool.slots)
+    return (curve.base + (curve.per_sample + curve.per_token * mean) * max(1.0, running / engines)) * n / running
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +279,7 @@ class StepModel:
         count, mean = self.profile.count[cursor.bucket], self.profile.mean[cursor.bucket]
         _, share = self._open.pace(cursor.t, count, mean)
         engines = self._shut.harvested(cursor.t)
-        return count * share * mean * self.situation.costs.prefill_s / engines if engines > 1e-3 else 0.0
+        return count * share * mean * self.situation.costs.prefill_s / engines if engines > FEW else 0.0
 
     def _finish(self, times: Sequence[float], train_from_s: float) -> float:
         last = times[-1] if times else 0.0

@@ -86,10 +86,7 @@ class _Work:
         self.work_s = sum(load.curve.work_s(s.have, s.rest) for s in load.samples)
         self.context = sum(s.have + s.rest / 2 for s in load.samples)
         self.extra_s = 0.0
-
-    @property
-    def longest(self) -> float:
-        return max((s.rest for s in self.samples.values()), default=0.0)
+        self.longest = max((s.rest for s in load.samples), default=0.0)
 
     @property
     def drain_s(self) -> float:
@@ -114,11 +111,14 @@ class _Work:
         del self.samples[sample.sample_id]
         self.work_s -= self.load.curve.work_s(sample.have, sample.rest)
         self.context -= sample.have + sample.rest / 2
+        if sample.rest >= self.longest:
+            self.longest = max((s.rest for s in self.samples.values()), default=0.0)
 
     def put_back(self, sample: Running) -> None:
         self.samples[sample.sample_id] = sample
         self.work_s += self.load.curve.work_s(sample.have, sample.rest)
         self.context += sample.have + sample.rest / 2
+        self.longest = max(self.longest, sample.rest)
 
     def undo(self, sample: Running, price: Price) -> None:
         self.give(sample)
@@ -146,6 +146,9 @@ def rebalance(loads: Iterable[Load], price: Price, critical_s: float = 0.0, most
         if -ends_s <= critical_s:
             break
         source = works[worker_id]
+        first = min((work.drain_s for work in works.values() if work is not source and work.load.takes), default=-ends_s)
+        if -ends_s - max(first, critical_s) <= price.margin * -ends_s:
+            break  # it cannot be done sooner by the margin, and the others, done earlier, still less
         taken = _relieve(source, works.values(), price, moved, critical_s)
         if -ends_s - max(source.drain_s, critical_s) <= price.margin * -ends_s:
             for _, sample, target in reversed(taken):

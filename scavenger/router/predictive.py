@@ -29,6 +29,7 @@ from scavenger.router.policy import (
     Move,
     Placement,
     RunView,
+    SampleFinished,
     Standard,
     StepFinished,
     StepSubmitted,
@@ -47,7 +48,7 @@ PAUSE_S = 1.0
 #: A window that ends this soon ends now: asking again would take as long.
 SOON_S = 1.0
 #: Ask again after this share of the time to the window's end, but within these.
-AGAIN_SHARE, AGAIN_MIN_S, AGAIN_MAX_S = 0.4, 2.0, 60.0
+AGAIN_SHARE, AGAIN_MIN_S, AGAIN_MAX_S = 0.5, 4.0, 60.0
 #: A ranking of queued samples serves this long.
 RANKING_S = 10.0
 #: No sample is moved onto reserved engines that will sleep within this.
@@ -68,7 +69,7 @@ class Settings:
     bounds: bool = True
     tails: bool = True
     fleet: bool = True
-    every_s: float = 15.0
+    every_s: float = 20.0
     plateau: float = 0.97
     margin: float = 0.1
     least_saving: float = 0.003
@@ -88,6 +89,7 @@ class Predictive:
         self._plan: windows.Plan | None = None
         self._solved_at = self._rebalanced_at = -math.inf
         self._new_step = self._changed = self._shifted = True
+        self._step, self._unfinished = -1, 0
         self._ranked: list[placement.Ranked] = []
         self._ranked_ids: frozenset[int] = frozenset()
         self._ranked_at = -math.inf
@@ -108,7 +110,10 @@ class Predictive:
         self.forecast.observe(fact, now)
         match fact:
             case StepSubmitted():
-                self._begin_step()
+                self._begin_step(fact)
+            case SampleFinished() if fact.step == self._step:
+                self._unfinished -= 1
+                self._new_step |= self._unfinished == 0  # the window ends at once
             case WindowMoved():
                 self._changed = True
                 self._trained_at = None if fact.awake else now + self.forecast.sleep_s
@@ -120,7 +125,8 @@ class Predictive:
                 if self.forecast.last is not None and self.forecast.last.step == fact.step:
                     self._fleet.step_ended(self.forecast.last.wait)
 
-    def _begin_step(self) -> None:
+    def _begin_step(self, fact: StepSubmitted) -> None:
+        self._step, self._unfinished = fact.step, fact.samples
         self._new_step = self._changed = self._shifted = True
         self._decision = self._plan = None
         self._beliefs.clear()

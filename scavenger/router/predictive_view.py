@@ -107,7 +107,7 @@ class Picture:
         return self.table.at(belief, sample.length, SAFE) - sample.length
 
     def _belief(self, group_id: int, group: GroupState) -> Belief:
-        """Solved again when a sibling finished, or one has grown by an eighth (at first by 64 tokens)."""
+        """Solved again when a sibling finished, or one has grown by about a quarter."""
         grown = tuple(_octave(s.length) for s in group.running)
         stamp = (len(group.finished), grown, round(self.table.correlation, 2))
         known = self._beliefs.get(group_id)
@@ -170,9 +170,9 @@ class Picture:
 
 
 def _octave(length: int) -> int:
-    """Grows by one each time that a length grows by about an eighth."""
+    """Grows by one each time that a length grows by about a quarter."""
     bits = max(length.bit_length(), 7)
-    return bits * 8 + (length >> (bits - 4))
+    return bits * 4 + (length >> (bits - 3))
 
 
 def whole_step(table: Table, forecast: Forecast, samples: int, groups: int, reserved: Pool, harvested: Pool, costs: Costs) -> Situation:

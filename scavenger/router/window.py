@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 from scavenger.router.forecast_step import NEVER, Situation, StepModel
 
-GRID = 12
-REFINEMENTS = 8
+GRID = 10
+REFINEMENTS = 5
 #: Predictions this near each other (a share of the step) are alike: the present state is kept.
 ALIKE = 0.003
 #: Waking pays only when it saves this share of what is left of the step: predictions are not better than that.
