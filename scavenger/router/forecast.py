@@ -18,6 +18,7 @@ from scavenger.router.policy import (
     Fact,
     SampleFinished,
     StepFinished,
+    StepSubmitted,
     WorkerJoined,
     WorkerLost,
     WorkerReady,
@@ -72,7 +73,7 @@ class Forecast:
     curves: Curves = field(default_factory=Curves)
     survival: Survival = field(default_factory=Survival)
     start: Average = field(default_factory=lambda: Average(PRIOR_START_S))
-    load: Average = field(default_factory=lambda: Average(PRIOR_LOAD_S))
+    loads: dict[str, Average] = field(default_factory=dict)
     finish: Average = field(default_factory=lambda: Average(PRIOR_FINISH_S))
     train: Ratio = field(default_factory=lambda: Ratio(0.0, 1000.0))
     sleep_s: float = PRIOR_TOGGLE_S
@@ -82,6 +83,7 @@ class Forecast:
     last: StepSeen | None = None
     engines: dict[int, Engine] = field(default_factory=dict)
     prompt: Average = field(default_factory=lambda: Average(0.0, 1e-6, 500.0))
+    _submitted_at: float | None = None
     _groups: dict[int, dict[int, list[int]]] = field(default_factory=dict)  # step -> group -> lengths of its finished samples
     _tokens: dict[int, int] = field(default_factory=dict)  # step -> tokens of finished samples, prompts included
 
@@ -105,14 +107,21 @@ class Forecast:
             case WorkerJoined():
                 self.engines[fact.worker_id] = Engine(fact.kind, fact.node, fact.gpus, now)
             case WorkerReady():
-                (self.start if fact.first else self.load).observe(fact.start_s if fact.first else fact.pull_s + fact.load_s)
+                self._worker_ready(fact, now)
                 if fact.worker_id not in self.engines:
                     self.engines[fact.worker_id] = Engine(fact.kind, fact.node, fact.gpus, now - fact.start_s)
             case WorkerLost():
                 self._worker_lost(fact, now)
+            case StepSubmitted():
+                self._submitted_at = now
             case StepFinished():
                 self._step_finished(fact)
                 self._tell_lives(now)
+
+    def load_s(self, kind: str) -> float:
+        """From a step's submission until an engine of this kind has its weights."""
+        known = self.loads.get(kind)
+        return known.value if known else PRIOR_LOAD_S
 
     # ---------------------------------------------------------------- what costs follow
 
@@ -148,6 +157,12 @@ class Forecast:
         self.prompt.observe(fact.prompt_tokens)
         if self.lengths is not None:
             self.lengths.finished(fact.length)
+
+    def _worker_ready(self, fact: WorkerReady, now: float) -> None:
+        if fact.first:
+            self.start.observe(fact.start_s)
+        elif self._submitted_at is not None and now >= self._submitted_at:
+            self.loads.setdefault(fact.kind, Average(PRIOR_LOAD_S)).observe(now - self._submitted_at)
 
     def _worker_lost(self, fact: WorkerLost, now: float) -> None:
         engine = self.engines.pop(fact.worker_id, None)

@@ -94,6 +94,8 @@ class Predictive:
         self._ranked_ids: frozenset[int] = frozenset()
         self._ranked_at = -math.inf
         self._limits: dict[int, int] = {}
+        self._share = 0
+        self._serving = 0
         self._trained = 0.0
         self._trained_at: float | None = None
         self._fleet = FleetSizer(self.settings.least_saving, self.settings.rules)
@@ -187,7 +189,7 @@ class Predictive:
     def place(self, view: RunView, now: float) -> Sequence[Placement]:
         if not self.settings.placement:
             return self._standard.place(view, now)
-        free = [s for s in view.slots() if s.leases < min(s.max_batch, self._limits.get(s.worker_id, s.max_batch))]
+        free = [s for s in view.slots() if s.leases < self._limit(s)]
         if not free:
             return ()
         waiting = {sample.sample_id: sample.avoid for sample in view.waiting()}
@@ -195,10 +197,14 @@ class Predictive:
             return self._place_ranked(waiting.keys(), free)
         return self._place_anew(view, now)
 
+    def _limit(self, slots: placement.Slots) -> int:
+        """Leases that a worker gets by the last ranking; one that was not there then gets the share that was kept for it."""
+        return min(slots.max_batch, self._limits.get(slots.worker_id, self._share or slots.max_batch))
+
     def _place_ranked(self, waiting: Set[int], free: Sequence[placement.Slots]) -> list[Placement]:
         """A slot or two came free: the next of the ranking, to the emptiest."""
         queue = (placement.Waiting(r.job.sample_id, r.job.avoid) for r in self._ranked if r.job.sample_id in waiting)
-        slots = [placement.Slots(s.worker_id, s.leases, self._limits.get(s.worker_id, s.max_batch), s.node) for s in free]
+        slots = [placement.Slots(s.worker_id, s.leases, self._limit(s), s.node) for s in free]
         return [Placement(s, w, None, "next in the ranking, to the emptiest engine") for s, w in placement.place(queue, slots)]
 
     def _place_anew(self, view: RunView, now: float) -> list[Placement]:
@@ -214,7 +220,7 @@ class Predictive:
         self._ranked = placement.order(jobs, begun, to_whole, self._starved(picture))
         self._ranked_ids, self._ranked_at = frozenset(job.sample_id for job in jobs), now
         engines = {engine.worker_id: engine for engine in self._engines_of(picture)}
-        self._limits = {worker_id: engine.limit for worker_id, engine in engines.items()}
+        self._limits, self._share = {worker_id: engine.limit for worker_id, engine in engines.items()}, picture.fair_share
         leases = placement.assign(self._ranked, engines.values())
         have = {job.sample_id: job for job in jobs}
         workers = {w.id: w for w in picture.workers}
@@ -229,7 +235,7 @@ class Predictive:
     def _engines_of(self, picture: Picture) -> list[placement.Engine]:
         expected = picture.expected
         open_s = self._plan.close_after_s if self._plan is not None and self._plan.awake else math.inf
-        engines = []
+        engines, share = [], picture.fair_share
         for worker in picture.workers:
             if not worker.serves:
                 continue
@@ -241,7 +247,7 @@ class Predictive:
                     worker_id=worker.id,
                     node=worker.node,
                     leases=worker.leases,
-                    limit=max(1, min(worker.max_batch, curve.plateau(sum(each) / len(each), self.settings.plateau))),
+                    limit=max(1, min(worker.max_batch, share, curve.plateau(sum(each) / len(each), self.settings.plateau))),
                     curve=curve,
                     longest=max((rest for _, rest in held), default=0.0),
                     work_s=sum(curve.work_s(have, rest) for have, rest in held),
@@ -270,10 +276,12 @@ class Predictive:
     # ---------------------------------------------------------------- moves
 
     def rebalance(self, view: RunView, now: float) -> Sequence[Move]:
-        due = now >= self._rebalanced_at + self.settings.every_s or (self._shifted and now >= self._rebalanced_at + PAUSE_S)
-        if not due or not (self.settings.rebalance or self.settings.tails):
+        if not (self.settings.rebalance or self.settings.tails) or now < self._rebalanced_at + PAUSE_S:
             return ()
-        step = view.step
+        serving = len(view.slots())
+        if now < self._rebalanced_at + self.settings.every_s and not self._shifted and serving == self._serving:
+            return ()
+        self._serving, step = serving, view.step
         if view.waits or step.finished >= step.samples:
             return ()  # what waits is placed first: it moves for nothing
         self._rebalanced_at, self._shifted = now, False

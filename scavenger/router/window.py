@@ -61,11 +61,17 @@ def _solve_asleep(model: StepModel) -> Plan:
     if not model.situation.samples or not model.situation.reserved.engines:
         return Plan(False, NEVER, stay, stay, f"nothing is left for reserved engines to generate ({told})")
     window, best, _ = _search(model)
-    if best < stay * (1 - REOPEN_GAIN):
+    gain = REOPEN_GAIN if _begun(model.situation) else 0.0
+    if best < stay * (1 - gain):
         why = f"generating again for {window:.1f} s ends the step in {best:.1f} s, training on in {stay:.1f} s ({told})"
         return Plan(True, window if window < model.end_s else NEVER, best, stay, why)
-    why = f"training on ends the step in {stay:.1f} s, generating again in {best:.1f} s at best: under {REOPEN_GAIN:.0%} less ({told})"
+    why = f"training on ends the step in {stay:.1f} s, generating again in {best:.1f} s at best: not {gain:.0%} less ({told})"
     return Plan(False, NEVER, stay, stay, why)
+
+
+def _begun(situation: Situation) -> bool:
+    """Whether any sample is done: before that the trainer has nothing to do, and waking interrupts nothing."""
+    return situation.ready_groups > 0 or any((situation.group_tokens or {}).values())
 
 
 def _told(situation: Situation) -> str:
