@@ -48,7 +48,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class StepSeen:
-    """What a committed step was like. `wait`: the share of it that the trainer waited for samples."""
+    """What a committed step was like. `wait`: the share of it that its GPUs did not train: they generated, changed over or idled."""
 
     step: int
     seconds: float
@@ -84,6 +84,7 @@ class Forecast:
     engines: dict[int, Engine] = field(default_factory=dict)
     prompt: Average = field(default_factory=lambda: Average(0.0, 1e-6, 500.0))
     _submitted_at: float | None = None
+    _versions: dict[int, int] = field(default_factory=dict)  # worker -> what it loaded last
     _groups: dict[int, dict[int, list[int]]] = field(default_factory=dict)  # step -> group -> lengths of its finished samples
     _tokens: dict[int, int] = field(default_factory=dict)  # step -> tokens of finished samples, prompts included
 
@@ -159,13 +160,16 @@ class Forecast:
             self.lengths.finished(fact.length)
 
     def _worker_ready(self, fact: WorkerReady, now: float) -> None:
+        repeated = self._versions.get(fact.worker_id) == fact.version  # asked again while its answer was on the way
+        self._versions[fact.worker_id] = fact.version
         if fact.first:
             self.start.observe(fact.start_s)
-        elif self._submitted_at is not None and now >= self._submitted_at:
+        elif not repeated and self._submitted_at is not None and now >= self._submitted_at:
             self.loads.setdefault(fact.kind, Average(PRIOR_LOAD_S)).observe(now - self._submitted_at)
 
     def _worker_lost(self, fact: WorkerLost, now: float) -> None:
         engine = self.engines.pop(fact.worker_id, None)
+        self._versions.pop(fact.worker_id, None)
         if fact.kind == "harvested":
             told = engine.told_s if engine else 0.0
             self.survival.observe(node_class(fact.gpus), now, Life(max(fact.life_s, told), fact.preempted, told))
@@ -193,5 +197,6 @@ class Forecast:
         if "seconds_update" in metrics:
             self.finish.observe(metrics["seconds_update"] + metrics.get("seconds_publish", 0.0))
         if seconds > 0:
-            wait = min(1.0, max(0.0, metrics.get("seconds_wait", 0.0) / seconds))
+            busy = metrics.get("seconds_train", 0.0) + metrics.get("seconds_update", 0.0)
+            wait = min(1.0, max(0.0, 1 - busy / seconds))
             self.last = StepSeen(fact.step, seconds, wait, tokens)
