@@ -44,7 +44,7 @@ from scavenger.router.predictive_fleet import FleetSizer
 from scavenger.router.predictive_view import Picture
 
 #: Nothing is solved again sooner than this, whatever happened (but a new step).
-PAUSE_S = 1.0
+PAUSE_S = 3.0
 #: A window that ends this soon ends now: asking again would take as long.
 SOON_S = 1.0
 #: Ask again after this share of the time to the window's end, but within these.
@@ -94,6 +94,7 @@ class Predictive:
         self._ranked_ids: frozenset[int] = frozenset()
         self._ranked_at = -math.inf
         self._limits: dict[int, int] = {}
+        self._shared: Picture | None = None  # of this moment, for the next who asks in it
         self._share = 0
         self._serving = 0
         self._trained = 0.0
@@ -110,6 +111,7 @@ class Predictive:
 
     def observe(self, fact: Fact, now: float) -> None:
         self.forecast.observe(fact, now)
+        self._shared = None
         match fact:
             case StepSubmitted():
                 self._begin_step(fact)
@@ -138,7 +140,9 @@ class Predictive:
         self._ranked_at = -math.inf
 
     def _picture(self, view: RunView, now: float) -> Picture:
-        picture = Picture(view, self.forecast, now, self._beliefs)
+        if self._shared is not None and self._shared.now == now:
+            return self._shared
+        picture = self._shared = Picture(view, self.forecast, now, self._beliefs)
         if self._trained_at is not None and not picture.step.reserved_awake and now > self._trained_at:
             done = self._trained + (now - self._trained_at) / max(self._train_s(picture), 1e-12)
             self._trained, self._trained_at = min(picture.delivered_tokens[1], done), now
@@ -157,9 +161,12 @@ class Predictive:
     def window(self, view: RunView, now: float) -> WindowDecision | None:
         if not self.settings.window:
             return None
-        due = self._decision is None or now >= self._decision.again_at or self._changed
-        if not self._new_step and (not due or (now < self._solved_at + PAUSE_S and self._decision is not None)):
-            return self._decision
+        known = self._decision
+        if known is not None and not self._new_step:
+            if now < known.again_at and not self._changed:
+                return known
+            if now < self._solved_at + PAUSE_S:
+                return replace(known, again_at=self._solved_at + PAUSE_S)
         self._decision = self._decide(view, now)
         self._solved_at, self._new_step, self._changed = now, False, False
         return self._decision
@@ -208,7 +215,9 @@ class Predictive:
         return [Placement(s, w, None, "next in the ranking, to the emptiest engine") for s, w in placement.place(queue, slots)]
 
     def _place_anew(self, view: RunView, now: float) -> list[Placement]:
+        self._shared = None  # leases may have ended since it was made, at this very moment
         picture = self._picture(view, now)
+        self._shared = None
         expected = picture.expected
         jobs = [
             placement.Job(s.id, s.group_id, s.prompt_tokens + s.length, expected[s.id], s.length > 0, s.avoid)
@@ -295,6 +304,8 @@ class Predictive:
             shifts = offload.rebalance(loads, price, self._ready_s(picture))
         if not shifts and self.settings.tails:
             shifts = self._merge(picture, loads, price)
+        if shifts:
+            self._shared = None
         for shift in shifts:
             self._left[shift.sample_id] = self._left.get(shift.sample_id, frozenset()) | {shift.source}
         return [Move(shift.sample_id, shift.source, shift.target, shift.reason) for shift in shifts]

@@ -9,7 +9,7 @@ import pytest
 
 from scavenger.router import policy as seam
 from scavenger.router.policy import PlainView, RouterPolicy, SampleView, Standard, StepView, WorkerView
-from scavenger.router.predictive import Predictive, Settings
+from scavenger.router.predictive import PAUSE_S, Predictive, Settings
 from scavenger.simulate import presets
 from tests.router.small_site import SmallSite, Trainer
 from tests.router.test_forecast import CAP, drawn
@@ -129,8 +129,11 @@ def test_a_window_is_solved_again_only_when_something_changed_or_it_is_time() ->
     assert first is not None
     assert policy.window(view, 0.9) is first
     policy.observe(seam.WorkerLost(2, "harvested", "n2", 1, 10.0, True, "preempted"), 1.5)
+    soon = policy.window(view, 1.5)
+    assert soon is not None
+    assert (soon.reason, soon.again_at) == (first.reason, PAUSE_S)
     alone = PlainView(step=view.step, samples=view.samples, workers=view.workers[:1])
-    again = policy.window(alone, 1.5)
+    again = policy.window(alone, PAUSE_S)
     assert again is not None
     assert again is not first
     assert not again.close
@@ -185,6 +188,17 @@ def test_only_a_worker_that_cannot_be_asked_back_gets_a_bounded_lease() -> None:
 
     assert bound(True) is None
     assert (bound(False) or 0) > 0
+
+
+def test_samples_wait_for_engines_that_are_about_to_be_ready_rather_than_crowd_the_first() -> None:
+    def placed(status: str) -> int:
+        queued = [sample(i, i // 4) for i in range(32)]
+        workers = [worker(1, max_batch=64), *(worker(i, max_batch=64, serves=False, status=status) for i in range(2, 5))]
+        view = PlainView(step=StepView(step=1, samples=32, groups=8, submitted_at=1.0), samples=queued, queued=queued, workers=workers)
+        return len(Predictive("r").place(view, 2.0))
+
+    assert placed("loading") == 8
+    assert placed("asleep") == 32
 
 
 def test_engines_are_asked_for_by_what_they_save_and_the_reason_says_so() -> None:

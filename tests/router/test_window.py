@@ -114,10 +114,20 @@ def test_reserved_engines_wake_when_the_harvested_ones_vanish() -> None:
 
 def test_waking_for_the_last_samples_does_not_pay_its_toggle() -> None:
     few = situation(groups=1, each=2, harvested=4)
-    asleep = replace(few, awake=False, costs=replace(COSTS, wake_s=5.0))
+    asleep = replace(few, awake=False, costs=replace(COSTS, wake_s=5.0), ready_groups=1, ready_tokens=500.0)
     plan = solve(asleep)
     assert not plan.awake
     assert "training on" in plan.reason
+
+
+def test_before_any_sample_is_done_waking_needs_no_margin() -> None:
+    """The trainer has nothing to do yet: the toggle interrupts nothing."""
+    at = situation(groups=16, reserved=1, harvested=8)
+    for wake_s in (0.0, 0.5, 1.0, 2.0, 4.0, 8.0):
+        asleep = replace(at, awake=False, costs=replace(COSTS, wake_s=wake_s))
+        plan = solve(asleep)
+        assert plan.awake == (plan.step_s < plan.now_s)
+        assert plan.step_s <= plan.now_s
 
 
 def test_waking_pays_when_most_is_left_to_few() -> None:
