@@ -84,6 +84,7 @@ class Forecast:
     engines: dict[int, Engine] = field(default_factory=dict)
     prompt: Average = field(default_factory=lambda: Average(0.0, 1e-6, 500.0))
     _submitted_at: float | None = None
+    _evaluating: bool = False
     _versions: dict[int, int] = field(default_factory=dict)  # worker -> what it loaded last
     _groups: dict[int, dict[int, list[int]]] = field(default_factory=dict)  # step -> group -> lengths of its finished samples
     _tokens: dict[int, int] = field(default_factory=dict)  # step -> tokens of finished samples, prompts included
@@ -100,7 +101,8 @@ class Forecast:
     def observe(self, fact: Fact, now: float) -> None:
         match fact:
             case SampleFinished():
-                self._sample_finished(fact)
+                if not self._evaluating:  # its sampling, and so its lengths, are others
+                    self._sample_finished(fact)
             case EngineProgress():
                 if fact.batch > 0 and fact.tokens > 0 and fact.seconds > 0:
                     kind = engine_class(fact.kind, fact.gpus)
@@ -114,7 +116,7 @@ class Forecast:
             case WorkerLost():
                 self._worker_lost(fact, now)
             case StepSubmitted():
-                self._submitted_at = now
+                self._submitted_at, self._evaluating = now, fact.purpose != "train"
             case StepFinished():
                 self._step_finished(fact)
                 self._tell_lives(now)

@@ -100,6 +100,7 @@ class Predictive:
         self._trained = 0.0
         self._trained_at: float | None = None
         self._fleet = FleetSizer(self.settings.least_saving, self.settings.rules)
+        self._asked: tuple[int, str] | None = None
         self._retired: set[int] = set()
         self._left: dict[int, frozenset[int]] = {}  # sample -> engines that it was taken from in this step
 
@@ -173,7 +174,7 @@ class Predictive:
 
     def _decide(self, view: RunView, now: float) -> WindowDecision | None:
         step = view.step
-        if not step.samples or not any(w.kind == "reserved" for w in view.workers):
+        if step.purpose != "train" or not step.samples or not any(w.kind == "reserved" for w in view.workers):
             self._plan = None
             return None
         if step.finished >= step.samples:
@@ -368,8 +369,11 @@ class Predictive:
     def engines(self, view: RunView, now: float) -> tuple[int, str]:
         if not self.settings.fleet:
             return self._standard.engines(view, now)
+        if view.step.purpose != "train" and self._asked is not None:
+            return self._asked  # engines stay over an evaluation
         if not view.step.samples or self.forecast.lengths is None:
             return self._standard.engines(view, now)
         target, why = self._fleet.engines(view, self.forecast, now)
         retired = len(self._retired & {w.id for w in view.workers})
-        return max(0, target - retired), f"{why}; {retired} were freed by merging the step's tail" if retired else why
+        self._asked = max(0, target - retired), f"{why}; {retired} were freed by merging the step's tail" if retired else why
+        return self._asked

@@ -214,6 +214,21 @@ def test_engines_are_asked_for_by_what_they_save_and_the_reason_says_so() -> Non
     assert policy.engines(few, where.now)[0] <= 1
 
 
+def test_an_evaluation_changes_neither_the_window_nor_the_fleet_nor_what_is_known_of_lengths() -> None:
+    policy = Predictive("r")
+    where = site(policy, harvested=2)
+    where.play(steps(1)[0])
+    asked, lengths = policy.engines(where.view(), where.now), policy.forecast.lengths
+    assert lengths is not None
+    seen = lengths.seen
+    policy.observe(seam.StepSubmitted(1, "eval", 2, 2), where.now)
+    policy.observe(seam.SampleFinished(900, 900, 1, 5, 100, False, 1, "reserved", "n1"), where.now)
+    view = PlainView(step=StepView(step=1, purpose="eval", samples=2, groups=2), workers=[worker(1, "reserved")])
+    assert policy.window(view, where.now) is None
+    assert policy.engines(view, where.now) == asked
+    assert lengths.seen == seen
+
+
 def test_before_it_knows_anything_it_asks_for_what_the_standard_does() -> None:
     view = PlainView(step=StepView(step=1, samples=64, groups=8), workers=[worker(1, "reserved")])
     assert Predictive("r").engines(view, 0.0) == Standard().engines(view, 0.0)
