@@ -313,13 +313,13 @@ def _with_slots(spec: EngineSpec, y: float, contexts: Array) -> Array:
 
 def _with_cache(spec: EngineSpec, y: float, contexts: Array) -> Array:
     steep, _ = _lines(spec)
-    return y * (steep.sequence + steep.base / spec.kv_capacity * contexts + steep.slope * (contexts - 1))
+    return np.asarray(y * (steep.sequence + steep.base / spec.kv_capacity * contexts + steep.slope * (contexts - 1)))
 
 
 def _with_company(steep: _Line, y: float, z: float, contexts: Array) -> Array:
     before = np.maximum(contexts - 1, 0.0)
     fixed = y * steep.sequence + z * (steep.base + steep.sequence)
-    return fixed + y * steep.slope * before + 2 * np.sqrt(steep.base * y * z * steep.slope * before)
+    return np.asarray(fixed + y * steep.slope * before + 2 * np.sqrt(steep.base * y * z * steep.slope * before))
 
 
 def _least_of(costs: Sequence[Array], demand: _Demand) -> float:
