@@ -40,6 +40,7 @@ class Play:
     plan: Plan
     now: float = 0.0
     batches: dict[int, EngineBatch] = field(default_factory=dict)
+    load: dict[int, int] = field(default_factory=dict)  # samples of each engine, with those being placed
     waiting: dict[int, int] = field(default_factory=dict)  # sample -> generated
     finished: dict[int, float] = field(default_factory=dict)
     generating: bool = True  # reserved engines have the GPUs
@@ -131,11 +132,13 @@ class Play:
 
     def _place(self) -> None:
         up = sorted(self.batches)
+        self.load = {index: batch.size for index, batch in self.batches.items()}
         given: dict[int, list[Request]] = {}
         for key, generated in sorted(self.waiting.items()):
             index = self.plan.where(key, generated, up, self) if up else None
             if index is not None:
                 given.setdefault(index, []).append(self.request(key, generated))
+                self.load[index] += 1
                 del self.waiting[key]
         for index, requests in given.items():
             self.batches[index].add(requests, self.now)
@@ -185,7 +188,7 @@ class Fixed:
 
     def where(self, key: int, generated: int, up: Sequence[int], play: Play) -> int | None:
         wanted = self.to[key]
-        return wanted if wanted in up else min(up, key=lambda index: (play.batches[index].size, index))
+        return wanted if wanted in up else min(up, key=lambda index: (play.load[index], index))
 
     def moves(self, play: Play) -> Sequence[tuple[int, int, int]]:
         return ()

@@ -35,7 +35,7 @@ class Wild:
 
     def where(self, key: int, generated: int, up: Sequence[int], play: Play) -> int | None:
         if self._draw.random() < 0.7:
-            return min(up, key=lambda index: (play.batches[index].size / play.step.engines[index].spec.gpus, index))
+            return min(up, key=lambda index: (play.load[index] / play.step.engines[index].spec.gpus, index))
         return self._draw.choice(up)
 
     def moves(self, play: Play) -> list[tuple[int, int, int]]:
