@@ -49,6 +49,7 @@ class Play:
     in_training: list[int] = field(default_factory=list)
     trained: set[int] = field(default_factory=set)
     decoded: int = 0
+    placings: int = 0  # how often waiting samples were offered
 
     def __post_init__(self) -> None:
         self.group_of: list[int] = []
@@ -132,6 +133,7 @@ class Play:
 
     def _place(self) -> None:
         up = sorted(self.batches)
+        self.placings += 1
         self.load = {index: batch.size for index, batch in self.batches.items()}
         given: dict[int, list[Request]] = {}
         for key, generated in sorted(self.waiting.items()):
