@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from scavenger.router.forecast_speed import Curve
 from scavenger.router.policy import Fact, Move, Placement, RunView, SampleView, StepSubmitted, WindowDecision, WorkerView
 from scavenger.simulate.decode import EngineSpec
 from scavenger.simulate.trainer_model import TrainerSpec, gather_s, optimizer_s, rank_s
@@ -73,14 +72,30 @@ class Knows(Protocol):
         """Harvested engines that start already or will."""
 
 
-def line(spec: EngineSpec) -> Curve:
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Seconds of a decode step: `base + sequence * batch + token * context`, context over the whole batch."""
+
+    base: float
+    sequence: float
+    token: float
+
+    def step_s(self, batch: float, context: float) -> float:
+        return self.base + self.sequence * batch + self.token * context
+
+    def work_s(self, have: float, rest: float) -> float:
+        """What a sample with `rest` tokens to come adds to its engine's time, besides `base` a step."""
+        return self.sequence * rest + self.token * rest * (have + rest / 2)
+
+
+def line(spec: EngineSpec) -> Line:
     """The steeper line of the engine's roofline."""
     one, two = spec.curve(1), spec.curve(2)
     more = two.overhead - one.overhead
     base = one.overhead - more
     if one.memory_slope >= one.compute_slope:
-        return Curve(base + one.memory, more, one.memory_slope)
-    return Curve(base, more + one.compute, one.compute_slope)
+        return Line(base + one.memory, more, one.memory_slope)
+    return Line(base, more + one.compute, one.compute_slope)
 
 
 @dataclass(slots=True)
@@ -137,8 +152,8 @@ def step_s(jobs: Sequence[Job], ready_train_s: float, supply: Supply, begun_s: f
         works.append(total)
     whole = supply.times([min(work + begun_s, total) for work in works], window_s)
     now = window_s + sleep_s + ready_train_s
-    for at, job in sorted((max(at, job.latency_s), job.train_s) for at, job in zip(whole, jobs, strict=True)):
-        now = max(now, at) + job
+    for at, train_s in sorted((max(at, job.latency_s), job.train_s) for at, job in zip(whole, jobs, strict=True)):
+        now = max(now, at) + train_s
     return now
 
 
@@ -149,6 +164,7 @@ class _State:
     groups: list[_Group]  # in the order in which they run
     running: dict[int, list[tuple[SampleView, int]]]  # by worker
     whole_train_s: float
+    alone: bool  # no harvested engine serves
 
 
 class Clairvoyant:
@@ -158,7 +174,7 @@ class Clairvoyant:
 
     def __init__(self, knows: Knows) -> None:
         self._knows = knows
-        self._curves: dict[EngineSpec, Curve] = {}
+        self._curves: dict[EngineSpec, Line] = {}
         self._fleet: tuple[tuple[int, bool], ...] = ()
         self._decision: WindowDecision | None = None
         self._trains: dict[int, float] = {}
@@ -170,7 +186,7 @@ class Clairvoyant:
 
     # ---------------------------------------------------------------- what is so
 
-    def _curve(self, spec: EngineSpec) -> Curve:
+    def _curve(self, spec: EngineSpec) -> Line:
         if spec not in self._curves:
             self._curves[spec] = line(spec)
         return self._curves[spec]
@@ -199,10 +215,11 @@ class Clairvoyant:
         for group in groups.values():
             group.train_s = self._trains[group.id]
         whole = sum(self._trains[group_id] for group_id in members if group_id not in groups)
-        # with reserved engines alone nothing is trained before all is generated: as they come, long and short mixed, fills caches best
+        # With reserved engines alone nothing is trained before all is generated, and no sample could go elsewhere: as they come, long and
+        # short mixed, and as many at a time as an engine takes, keeps caches fullest.
         alone = all(worker.kind == "reserved" for worker in view.workers if worker.serves)
         order = sorted(groups.values(), key=lambda group: (0, group.id) if alone else group.rank)
-        return _State(order, running, whole)
+        return _State(order, running, whole, alone)
 
     def _train_s(self, tokens: Sequence[int]) -> float:
         """A group's share of the trainer's time: work in balance over ranks, and its part of the micro-steps' overheads."""
@@ -300,7 +317,8 @@ class Clairvoyant:
             if worker.serves:
                 spec = self._knows.spec(worker)
                 left_s = math.inf if worker.kind == "reserved" else self._knows.lost_at(worker) - now
-                seat = _Seat(worker.id, min(worker.max_batch, spec.max_sequences), spec, self._curve(spec), left_s)
+                share = 0.0 if state.alone else STORED
+                seat = _Seat(worker.id, min(worker.max_batch, spec.max_sequences), spec, self._curve(spec), share, left_s)
                 for sample, rest in state.running.get(worker.id, ()):
                     seat.take(sample, rest, new=False)
                 seats.append(seat)
@@ -338,12 +356,13 @@ class Clairvoyant:
 
 @dataclass(slots=True)
 class _Seat:
-    """An engine while samples are placed. `left_s`: until others take it."""
+    """An engine while samples are placed. `share`: see `STORED`. `left_s`: until others take it."""
 
     worker_id: int
     slots: int
     spec: EngineSpec
-    curve: Curve
+    curve: Line
+    share: float = STORED
     left_s: float = math.inf
     longest: float = 0.0
     work_s: float = 0.0
@@ -367,25 +386,24 @@ class _Seat:
         return self.curve.base * max(others, default=0) + self.work_s - self._own_s(sample, rest, False)
 
     def fits(self, sample: SampleView, rest: int) -> bool:
-        free = self.stored + _stored(sample, rest) <= self.spec.kv_capacity
+        free = not self.share or self.stored + self._stored(sample, rest) <= self.spec.kv_capacity
         return len(self.rests) < self.slots and (free or not self.rests)
+
+    def _stored(self, sample: SampleView, rest: int) -> float:
+        have = sample.prompt_tokens + sample.length
+        return max(have, self.share * (have + rest))
 
     def take(self, sample: SampleView, rest: int, new: bool = True) -> None:
         self.longest = max(self.longest, rest)
         self.work_s += self._own_s(sample, rest, new)
-        self.stored += _stored(sample, rest)
+        self.stored += self._stored(sample, rest)
         self.rests.append(rest)
 
     def give(self, sample: SampleView, rest: int) -> None:
         self.work_s -= self._own_s(sample, rest, False)
-        self.stored -= _stored(sample, rest)
+        self.stored -= self._stored(sample, rest)
         self.rests.remove(rest)
         self.longest = max(self.rests, default=0)
-
-
-def _stored(sample: SampleView, rest: int) -> float:
-    have = sample.prompt_tokens + sample.length
-    return max(have, STORED * (have + rest))
 
 
 def _between(seconds: float) -> float:

@@ -13,6 +13,7 @@ import pytest
 from scavenger.router.policy import PlainView, SampleView, StepView, WorkerView
 from scavenger.simulate import presets
 from scavenger.simulate.clairvoyant import Clairvoyant, Coming, Job, Supply, line, step_s
+from scavenger.simulate.decode import EngineSpec
 from scavenger.simulate.oracle import Engine, Group, Step, bound
 from scavenger.simulate.published import STACK, Setting
 from scavenger.simulate.trainer_model import TrainerSpec
@@ -143,7 +144,7 @@ def published(pairs: int, share: int = 4) -> Step:
 
 
 @pytest.mark.parametrize("pairs", [0, 4])
-def test_it_is_as_good_as_the_best_fixed_window_over_even_queues_in_the_published_setting(pairs: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_is_as_good_as_the_best_fixed_window_over_even_queues(pairs: int, capsys: pytest.CaptureFixture[str]) -> None:
     step = published(pairs)
     found, low = took(step), bound(step).total_s
     windows = [math.inf] if not pairs else [found * share for share in (0.2, 0.3, 0.4, 0.5)]
@@ -196,4 +197,3 @@ def test_the_predicted_step_trains_groups_as_they_become_whole() -> None:
     # open to 15: two engines are through after 15, but the trainer begins at 17
     assert step_s(jobs[:2], 0.0, supply, 0.0, 15.0, 2.0) == pytest.approx(25.0)
     assert step_s(jobs[:1], 7.0, supply, 0.0, 0.0, 0.0) == pytest.approx(14.0)
-
