@@ -22,6 +22,7 @@ from typing import Protocol
 
 from scavenger.router.policy import Fact, Move, Placement, RunView, SampleView, StepSubmitted, WindowDecision, WorkerView
 from scavenger.simulate.decode import EngineSpec
+from scavenger.simulate.policies.even import even_share
 from scavenger.simulate.trainer_model import TrainerSpec, gather_s, optimizer_s, rank_s
 
 #: A sample counts in the cache with what it has, and with this share of its whole length at least: it grows.
@@ -33,6 +34,8 @@ REOPEN_GAIN = 0.05
 GRID = 24
 AGAIN_S = (1.0, 20.0)
 MOVE_MARGIN = 0.05
+#: No engine holds more than this times its even share: others may be about to be there.
+OVER_SHARE = 1.15
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,12 +316,14 @@ class Clairvoyant:
 
     def _seats(self, view: RunView, state: _State, now: float) -> list[_Seat]:
         seats = []
+        most = math.ceil(OVER_SHARE * even_share(view))
         for worker in view.workers:
             if worker.serves:
                 spec = self._knows.spec(worker)
                 left_s = math.inf if worker.kind == "reserved" else self._knows.lost_at(worker) - now
                 share = 0.0 if state.alone else STORED
-                seat = _Seat(worker.id, min(worker.max_batch, spec.max_sequences), spec, self._curve(spec), share, left_s)
+                slots = min(worker.max_batch, spec.max_sequences, most)
+                seat = _Seat(worker.id, slots, spec, self._curve(spec), share, left_s)
                 for sample, rest in state.running.get(worker.id, ()):
                     seat.take(sample, rest, new=False)
                 seats.append(seat)

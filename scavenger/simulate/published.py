@@ -44,8 +44,8 @@ class Stack:
     engine_bytes_s: float = 50 * GBPS
     trainer_bytes_s: float = 200 * GBPS
     # calibrated, together, on the rows that say so
-    training_compute: float = 0.5  # of the peak, over all passes, recomputing included
-    engine_overhead_s: float = 4e-3  # a decode step's time beside the GPU's: scheduling and streaming, tensor parallel over processes
+    training_compute: float = 0.6  # of the peak, over all passes, recomputing included
+    engine_overhead_s: float = 5e-3  # a decode step's time beside the GPU's: scheduling and streaming, tensor parallel over processes
     mean_tokens: float = 9500.0
     # assumed
     sigma: float = 0.6

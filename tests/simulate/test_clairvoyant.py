@@ -87,7 +87,7 @@ class Guided:
                 kind="reserved" if engine.reserved else "harvested",
                 node="n",
                 gpus=engine.spec.gpus,
-                status="serving",
+                status="ready" if index in play.batches else "asleep",
                 serves=index in play.batches,
                 leases=play.batches[index].size if index in play.batches else 0,
                 max_batch=engine.spec.max_sequences,
