@@ -16,7 +16,7 @@ other: through `RouterPolicy`, on the same engines.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -33,7 +33,9 @@ BEGUN = 0.35
 REOPEN_GAIN = 0.05
 GRID = 24
 AGAIN_S = (1.0, 20.0)
-MOVE_MARGIN = 0.05
+#: A move must end the later engine by so many seconds sooner, its prefill paid; and an evening-out takes at most so many.
+MOVE_GAIN_S = 0.5
+MOST_MOVES = 64
 #: No engine holds more than this times its even share: others may be about to be there.
 OVER_SHARE = 1.15
 
@@ -134,10 +136,21 @@ class Supply:
     since: tuple[float, ...] = ()
     until: tuple[float, ...] = ()
 
+    def _events(self, window_s: float) -> list[tuple[float, int]]:
+        fleet = [*((t, 1) for t in self.since), *((t, -1) for t in self.until if t < math.inf), (0.0, self.reserved)]
+        return sorted([*fleet, *([(window_s, -self.reserved)] if window_s < math.inf else [])])
+
+    def changes(self, window_s: float) -> list[tuple[float, int]]:
+        """(since when, so many engines), in order."""
+        engines, found = 0, {}
+        for at, change in self._events(window_s):
+            engines += change
+            found[at] = engines
+        return sorted(found.items())
+
     def times(self, works: Sequence[float], window_s: float) -> list[float]:
         """When each amount of work (growing) is done; infinity when it never is."""
-        changes = [*((t, 1) for t in self.since), *((t, -1) for t in self.until if t < math.inf), (0.0, self.reserved)]
-        changes = sorted([*changes, *([(window_s, -self.reserved)] if window_s < math.inf else [])])
+        changes = self._events(window_s)
         found, done, now, engines, index = [], 0.0, 0.0, 0, 0
         for work in works:
             while index < len(changes) and (not engines or done + engines * (changes[index][0] - now) < work):
@@ -147,15 +160,62 @@ class Supply:
         return found
 
 
-def step_s(jobs: Sequence[Job], ready_train_s: float, supply: Supply, begun_s: float, window_s: float, sleep_s: float) -> float:
-    """When the last group is trained, if the window closes then. `ready_train_s`: of groups that are whole already."""
-    works, total = [], 0.0
+def in_turn(jobs: Sequence[Job], supply: Supply, held_s: float, window_s: float) -> list[float]:
+    """When each group is whole, if they are served one after the other: caches or slots do not hold all of them.
+
+    `held_s`: work of what is served at one time. Half of it is done when the next group gets its place.
+    """
+    before, works = [], [0.0]
     for job in jobs:
-        total += job.work_s
-        works.append(total)
-    whole = supply.times([min(work + begun_s, total) for work in works], window_s)
+        before.append(max(0.0, works[-1] - held_s / 2))
+        works.append(works[-1] + job.work_s)
+    done = supply.times([min(work + BEGUN * held_s, works[-1]) for work in works[1:]], window_s)
+    begun = supply.times(before, window_s)
+    return [max(end, start + job.latency_s) for end, start, job in zip(done, begun, jobs, strict=True)]
+
+
+def together(samples: Sequence[tuple[float, int]], curve: Line, ends: Sequence[int], supply: Supply, window_s: float) -> list[float]:
+    """When samples have generated each of `ends` tokens (growing) if all of them, (context, tokens to come), run at one common pace.
+
+    A step takes `base`, and the samples' reading spread over the engines that there are.
+    """
+    waiting = sorted(samples, key=lambda one: one[1])
+    alive, context, index = len(waiting), sum(have for have, _ in waiting), 0
+    found, now, before = [], 0.0, 0
+    changes = supply.changes(window_s)
+    for end in ends:
+        while before < end:
+            upto = min(end, waiting[index][1]) if index < len(waiting) else end
+            more = upto - before
+            work = curve.sequence * alive * more + curve.token * more * (context + alive * (before + upto) / 2)
+            now = _pass(now, curve.base * more, work, changes)
+            before = upto
+            while index < len(waiting) and waiting[index][1] <= before:
+                alive, context, index = alive - 1, context - waiting[index][0], index + 1
+        found.append(now)
+    return found
+
+
+def _pass(now: float, alone_s: float, shared_s: float, changes: Sequence[tuple[float, int]]) -> float:
+    """The time after `alone_s`, and `shared_s` divided by the engines, as these change."""
+    left = 1.0
+    for index, (at, engines) in enumerate(changes):
+        until = changes[index + 1][0] if index + 1 < len(changes) else math.inf
+        if until <= now:
+            continue
+        start = max(now, at)
+        takes = (alone_s + shared_s / engines) if engines else math.inf
+        if start + takes * left <= until < math.inf or (until == math.inf and engines):
+            return start + takes * left
+        left -= (until - start) / takes
+        now = until
+    return math.inf
+
+
+def step_s(whole: Sequence[float], trains: Sequence[float], ready_train_s: float, window_s: float, sleep_s: float) -> float:
+    """When the last group is trained. `whole`: when each is complete; `ready_train_s`: to train those that are already."""
     now = window_s + sleep_s + ready_train_s
-    for at, train_s in sorted((max(at, job.latency_s), job.train_s) for at, job in zip(whole, jobs, strict=True)):
+    for at, train_s in sorted(zip(whole, trains, strict=True)):
         now = max(now, at) + train_s
     return now
 
@@ -248,15 +308,8 @@ class Clairvoyant:
     def _decide(self, view: RunView, reserved: Sequence[WorkerView], now: float) -> WindowDecision:
         state, supply = self._state(view), self._supply(view, len(reserved), now)
         spec = self._knows.spec(reserved[0])
-        jobs, begun_s = self._jobs(state, spec, len(reserved) + len(supply.since))
+        ends, to_the_end = self._predictor(state, supply, spec, len(reserved) + len(supply.since))
         sleep_s, wake_s = self._knows.toggles_s
-        end_s = optimizer_s(self._knows.trainer) + self._knows.publish_s
-
-        def ends(window_s: float, toggle_s: float) -> float:
-            return step_s(jobs, state.whole_train_s, supply, begun_s, window_s, toggle_s) + end_s
-
-        alone = supply.times([sum(job.work_s for job in jobs)], math.inf)[0]
-        to_the_end = max([alone, *(job.latency_s for job in jobs)])
         windows = [to_the_end * point / GRID for point in range(GRID + 1)]
         if not view.step.reserved_awake:
             stay = ends(0.0, 0.0)
@@ -269,6 +322,26 @@ class Clairvoyant:
         close = window_s < AGAIN_S[0] and found[0][0] < math.inf
         return WindowDecision(close, told, now + (AGAIN_S[1] if close else _between(window_s / 2)))
 
+    def _predictor(
+        self, state: _State, supply: Supply, spec: EngineSpec, engines: int
+    ) -> tuple[Callable[[float, float], float], float]:
+        """What is left of the step as a function of window and toggle, and when generation ends if the window stays open."""
+        jobs, held_s, fits = self._jobs(state, spec, engines)
+        end_s = optimizer_s(self._knows.trainer) + self._knows.publish_s
+        held = [(float(one.prompt_tokens + one.length), rest) for group in state.groups for one, rest in group.samples]
+        longest = sorted({group.longest for group in state.groups})
+        trains = [group.train_s for group in state.groups]
+
+        def whole(window_s: float) -> list[float]:
+            paced = dict(zip(longest, together(held, self._curve(spec), longest, supply, window_s), strict=True))
+            turns = [0.0] * len(jobs) if fits else in_turn(jobs, supply, held_s, window_s)
+            return [max(turn, paced[group.longest]) for turn, group in zip(turns, state.groups, strict=True)]
+
+        def ends(window_s: float, toggle_s: float) -> float:
+            return step_s(whole(window_s), trains, state.whole_train_s, window_s, toggle_s) + end_s
+
+        return ends, max(whole(math.inf))
+
     def _supply(self, view: RunView, reserved: int, now: float) -> Supply:
         here = [worker for worker in view.workers if worker.kind != "reserved" and worker.serves]
         coming = self._knows.coming(now)
@@ -276,13 +349,14 @@ class Clairvoyant:
         until = [max(0.0, self._knows.lost_at(worker) - now) for worker in here] + [one.lost_at - now for one in coming]
         return Supply(reserved, tuple(since), tuple(until))
 
-    def _jobs(self, state: _State, spec: EngineSpec, engines: int) -> tuple[list[Job], float]:
-        """Groups in order as work for engines of `spec`, and the work that is begun ahead of its turn, over all engines."""
+    def _jobs(self, state: _State, spec: EngineSpec, engines: int) -> tuple[list[Job], float, bool]:
+        """Groups in order as work for engines of `spec`, the work of what is served at one time, and whether all samples run at once."""
         curve = self._curve(spec)
         samples = [one for group in state.groups for one in group.samples]
         have = [sample.prompt_tokens + sample.length for sample, _ in samples]
         each = sum(h + rest / 2 for h, (_, rest) in zip(have, samples, strict=True)) / len(samples)
-        batch = max(1.0, min(spec.max_sequences, spec.kv_capacity / each, len(samples) / engines))
+        room = min(spec.max_sequences, spec.kv_capacity / each)
+        batch = max(1.0, min(room, len(samples) / engines))
         pace = curve.step_s(batch, batch * each)
         token_s = spec.prefill_s(4096) / 4096
         jobs = []
@@ -293,7 +367,7 @@ class Clairvoyant:
                 work += curve.base * rest / batch + curve.work_s(context, rest) + (0.0 if sample.worker_id else context * token_s)
             jobs.append(Job(work, group.longest * pace, group.train_s))
         mean = sum(job.work_s for job in jobs) / len(samples)
-        return jobs, BEGUN * batch * engines * mean
+        return jobs, batch * engines * mean, len(samples) <= room * engines
 
     # ---------------------------------------------------------------- placement
 
@@ -332,20 +406,24 @@ class Clairvoyant:
     # ---------------------------------------------------------------- the rest
 
     def rebalance(self, view: RunView, now: float) -> Sequence[Move]:
-        """With an empty queue: from the harvested engine that is done last to the one that is done first, while that pays."""
+        """With an empty queue: from the engine that is done last to the one that is done first, while that pays.
+
+        To reserved engines only when there are no others: what they hold when they sleep moves anyway.
+        """
         if view.queued:
             return ()
         state = self._state(view)
         kinds = {worker.id: worker.kind for worker in view.workers}
-        seats = [seat for seat in self._seats(view, state, now) if kinds[seat.worker_id] != "reserved"]
+        seats = self._seats(view, state, now)
+        takers = seats if state.alone else [seat for seat in seats if kinds[seat.worker_id] != "reserved"]
         moves: list[Move] = []
         moved: set[int] = set()
-        while len(seats) > 1 and len(moves) < 32:
+        while len(seats) > 1 and len(moves) < MOST_MOVES:
             late = max(seats, key=lambda seat: (seat.drain_s, seat.worker_id))
-            early = min(seats, key=lambda seat: (seat.drain_s, seat.worker_id))
+            early = min(takers, key=lambda seat: (seat.drain_s, seat.worker_id))
             held = [one for one in state.running.get(late.worker_id, ()) if one[0].id not in moved and early.fits(*one)]
             gains = [(late.drain_s - max(late.without_s(*one), early.with_s(*one)), -one[0].id, one) for one in held]
-            if not gains or max(gains)[0] < MOVE_MARGIN * late.drain_s:
+            if not gains or max(gains)[0] < MOVE_GAIN_S:
                 break
             gain, _, (sample, rest) = max(gains)
             late.give(sample, rest)

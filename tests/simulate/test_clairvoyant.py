@@ -12,10 +12,11 @@ import pytest
 
 from scavenger.router.policy import PlainView, SampleView, StepView, WorkerView
 from scavenger.simulate import presets
-from scavenger.simulate.clairvoyant import Clairvoyant, Coming, Job, Supply, line, step_s
+from scavenger.simulate.clairvoyant import Clairvoyant, Coming, Job, Line, Supply, in_turn, line, step_s, together
 from scavenger.simulate.decode import EngineSpec
 from scavenger.simulate.oracle import Engine, Group, Step, bound
 from scavenger.simulate.published import STACK, Setting
+from scavenger.simulate.sequences import EngineBatch, Finished, Request
 from scavenger.simulate.trainer_model import TrainerSpec
 from tests.simulate.one_step import Play
 from tests.simulate.test_oracle import exhaustive, small, windows_of
@@ -191,9 +192,27 @@ def test_supply_adds_engines_as_they_come_and_go() -> None:
 
 def test_the_predicted_step_trains_groups_as_they_become_whole() -> None:
     jobs = [Job(10.0, 1.0, 4.0), Job(10.0, 1.0, 4.0), Job(10.0, 50.0, 4.0)]
+    trains = [4.0, 4.0, 4.0]
     supply = Supply(1, since=(0.0,), until=(math.inf,))
-    # closed at once: one engine, whole after 10, 20, and 50 (its longest sample): trained until 54
-    assert step_s(jobs, 0.0, supply, 0.0, 0.0, 2.0) == pytest.approx(54.0)
-    # open to 15: two engines are through after 15, but the trainer begins at 17
-    assert step_s(jobs[:2], 0.0, supply, 0.0, 15.0, 2.0) == pytest.approx(25.0)
-    assert step_s(jobs[:1], 7.0, supply, 0.0, 0.0, 0.0) == pytest.approx(14.0)
+    # closed at once: one engine; the third begins when the work of the others is done, or half of what is served at a time is
+    assert in_turn(jobs, supply, 0.0, 0.0) == pytest.approx([10.0, 20.0, 70.0])
+    assert in_turn(jobs, supply, 20.0, 0.0) == pytest.approx([17.0, 27.0, 60.0])
+    assert step_s([10.0, 20.0, 50.0], trains, 0.0, 0.0, 2.0) == pytest.approx(54.0)
+    # open to 15: two engines are through after 10, but the trainer begins at 17
+    assert step_s(in_turn(jobs[:2], supply, 0.0, 15.0), trains[:2], 0.0, 15.0, 2.0) == pytest.approx(25.0)
+    assert step_s([10.0], trains[:1], 7.0, 0.0, 0.0) == pytest.approx(14.0)
+
+
+def test_samples_at_one_pace_end_when_an_engine_says_so() -> None:
+    batch = EngineBatch(H100)
+    batch.add([Request(key, key, 100, 0, 400 * (key + 1)) for key in range(8)], 0.0)
+    ends = []
+    while batch.size:
+        ends += [one.time_s for one in batch.advance(batch.next_time()) if isinstance(one, Finished)]
+    held = [(100.0, 400 * (key + 1)) for key in range(8)]
+    found = together(held, line(H100), [target for _, target in held], Supply(1), math.inf)
+    assert found == pytest.approx(ends, rel=0.02)
+    # the half of the reading on each of two engines, until one is gone
+    both = together([(100.0, 1000)], Line(0.0, 1.0, 0.0), [1000], Supply(1, (0.0,), (math.inf,)), 100.0)
+    assert both == pytest.approx([100.0 + 800.0])
+    assert together([(100.0, 1000)], Line(0.0, 1.0, 0.0), [1000], Supply(1), 100.0) == [math.inf]
