@@ -24,11 +24,9 @@ from scavenger.simulate.fleet import Fleet
 from scavenger.simulate.outcome import Outcome
 from scavenger.simulate.policies.colocated import COLOCATED
 from scavenger.simulate.policies.rlboost import Settings, rlboost
-from scavenger.simulate.published import ROWS, STACK, Quantity, Row, Setting
-from scavenger.simulate.scenario import Scenario
+from scavenger.simulate.published import ROWS, STACK, Quantity, Row, Setting, scenario, steady, throughput
 
 SEGMENTS = Path(__file__).with_name("segments.json")
-WARM_UP = 0.25
 PAIR = STACK.engine_gpus
 
 CONTENDERS: dict[str, Contender] = {
@@ -37,12 +35,6 @@ CONTENDERS: dict[str, Contender] = {
     "rlboost without seeding": rlboost(Settings(theta=STACK.pending, batch=STACK.pending, seeds=False)),
     "rlboost without memo": rlboost(Settings(theta=STACK.pending, batch=STACK.pending, memo=False)),
 }
-
-
-def steady(pairs: int, end_s: float) -> Fleet:
-    """Pairs that are there all the time; at least one node, since a fleet has some."""
-    capacity = {f"spot-{index:02}": PAIR for index in range(max(1, pairs))}
-    return Fleet(f"{pairs} pairs", end_s, capacity, dict.fromkeys(capacity, PAIR if pairs else 0), ())
 
 
 def spot_fleets(path: Path, seed: int) -> list[Fleet]:
@@ -54,37 +46,6 @@ def spot_fleets(path: Path, seed: int) -> list[Fleet]:
             fleet = traces.read_spot(path, one["source"], PAIR, Streams(seed).stream("instances"))
             fleets.append(fleet.only(sorted(fleet.capacity)[::2]).segment(one["start_s"], described["length_s"]))
     return fleets
-
-
-def scenario(setting: Setting, fleet: Fleet, steps: int, seed: int) -> Scenario:
-    engine = setting.engine()
-    return Scenario(
-        reserved=engine,
-        reserved_engines=setting.reserved_gpus // STACK.engine_gpus,
-        harvested=engine,
-        trainer=setting.trainer(),
-        lengths=setting.lengths(),
-        fleet=fleet,
-        prompts=STACK.prompts,
-        samples=STACK.samples_per_prompt,
-        prompt_tokens=STACK.prompt_tokens,
-        steps=steps,
-        horizon_s=fleet.end_s,
-        max_engines=64,
-        max_batch=STACK.max_sequences,
-        engine_bytes_s=STACK.engine_bytes_s,
-        relay=False,
-        offload=STACK.offload_optimizer,
-        round_tokens=STACK.token_budget,
-        seed=seed,
-    )
-
-
-def throughput(out: Outcome) -> float:
-    """Tokens a second, prompts included, without the first steps."""
-    steps = out.steps[int(len(out.steps) * WARM_UP) :]
-    tokens = sum(step.tokens + step.samples * STACK.prompt_tokens for step in steps)
-    return tokens / (steps[-1].end_s - steps[0].start_s)
 
 
 def mean_pairs(out: Outcome) -> float:

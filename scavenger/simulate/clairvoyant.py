@@ -322,9 +322,7 @@ class Clairvoyant:
         close = window_s < AGAIN_S[0] and found[0][0] < math.inf
         return WindowDecision(close, told, now + (AGAIN_S[1] if close else _between(window_s / 2)))
 
-    def _predictor(
-        self, state: _State, supply: Supply, spec: EngineSpec, engines: int
-    ) -> tuple[Callable[[float, float], float], float]:
+    def _predictor(self, state: _State, supply: Supply, spec: EngineSpec, engines: int) -> tuple[Callable[[float, float], float], float]:
         """What is left of the step as a function of window and toggle, and when generation ends if the window stays open."""
         jobs, held_s, fits = self._jobs(state, spec, engines)
         end_s = optimizer_s(self._knows.trainer) + self._knows.publish_s

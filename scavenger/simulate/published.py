@@ -14,7 +14,10 @@ from enum import Enum
 
 from scavenger.simulate import presets
 from scavenger.simulate.decode import EngineSpec
+from scavenger.simulate.fleet import Fleet
 from scavenger.simulate.lengths import Lognormal
+from scavenger.simulate.outcome import Outcome
+from scavenger.simulate.scenario import Scenario
 from scavenger.simulate.trainer_model import TrainerSpec
 
 # PolyRL REPRODUCE.md: 8 x H100 reserved $83.79 an hour, 8 spot ones $21.28: a pair $5.32.
@@ -159,3 +162,44 @@ def _rows() -> tuple[Row, ...]:
 
 
 ROWS = _rows()
+
+
+#: Of a simulation's steps, what is left out at its start: policies learn.
+WARM_UP = 0.25
+
+
+def steady(pairs: int, end_s: float) -> Fleet:
+    """Pairs that are there all the time; at least one node, since a fleet has some."""
+    capacity = {f"spot-{index:02}": STACK.engine_gpus for index in range(max(1, pairs))}
+    return Fleet(f"{pairs} pairs", end_s, capacity, dict.fromkeys(capacity, STACK.engine_gpus if pairs else 0), ())
+
+
+def scenario(setting: Setting, fleet: Fleet, steps: int, seed: int) -> Scenario:
+    engine = setting.engine()
+    return Scenario(
+        reserved=engine,
+        reserved_engines=setting.reserved_gpus // STACK.engine_gpus,
+        harvested=engine,
+        trainer=setting.trainer(),
+        lengths=setting.lengths(),
+        fleet=fleet,
+        prompts=STACK.prompts,
+        samples=STACK.samples_per_prompt,
+        prompt_tokens=STACK.prompt_tokens,
+        steps=steps,
+        horizon_s=fleet.end_s,
+        max_engines=64,
+        max_batch=STACK.max_sequences,
+        engine_bytes_s=STACK.engine_bytes_s,
+        relay=False,
+        offload=STACK.offload_optimizer,
+        round_tokens=STACK.token_budget,
+        seed=seed,
+    )
+
+
+def throughput(out: Outcome) -> float:
+    """Tokens a second, prompts included, without the first steps."""
+    steps = out.steps[int(len(out.steps) * WARM_UP) :]
+    tokens = sum(step.tokens + step.samples * STACK.prompt_tokens for step in steps)
+    return tokens / (steps[-1].end_s - steps[0].start_s)

@@ -1,4 +1,4 @@
-"""The published points: the table is whole and consistent, and its constants give the calibrating rows without any policy's code."""
+"""The published points: the table is whole and consistent, and its constants give the rows with constant pairs."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from dataclasses import dataclass
 
 import pytest
 
+from scavenger.simulate.contender import Contender
+from scavenger.simulate.driver import simulate
 from scavenger.simulate.engine import Streams
-from scavenger.simulate.oracle import Engine, Group, Step, bound
-from scavenger.simulate.published import ROWS, STACK, Quantity, Row, Setting
+from scavenger.simulate.oracle import Engine, Group, Step
+from scavenger.simulate.policies.colocated import COLOCATED
+from scavenger.simulate.policies.rlboost import Settings, rlboost
+from scavenger.simulate.published import ROWS, STACK, Quantity, Row, Setting, scenario, steady, throughput
 from scavenger.simulate.startup import Pull
 from scavenger.simulate.trainer_model import load_times, publish_s, to_generating_s, to_training_s
 from tests.simulate.one_step import Fixed, Play
@@ -40,27 +44,24 @@ def step_of(setting: Setting, seed: int = 0) -> Step:
     return Step(groups, (*reserved, *spot), trainer, STACK.token_budget, *toggles, awake=False, publish_s=publish_s(trainer))
 
 
-def throughput(setting: Setting, close_s: float) -> float:
-    step = step_of(setting)
-    took = Play(step, Even({}, close_s)).run()
-    assert took >= bound(step).total_s
-    return (sum(sum(group.targets) for group in step.groups) + step.samples * STACK.prompt_tokens) / took
-
-
 def row(name: str) -> Row:
     return next(one for one in ROWS if one.name == name)
 
 
+def simulated(pairs: int, contender: Contender, steps: int) -> float:
+    return throughput(simulate(scenario(Setting(pairs=pairs), steady(pairs, 1e6), steps, 0), contender))
+
+
 def test_the_constants_give_the_colocated_row() -> None:
-    # close_s beyond the end: `Play` closes the window when every sample has come
-    assert abs(row("colocated").error(throughput(Setting(), math.inf))) < 0.10
+    assert abs(row("colocated").error(simulated(0, COLOCATED, 2))) < 0.05
 
 
-@pytest.mark.parametrize(("pairs", "close_s"), [(1, 400.0), (4, 180.0)])
-def test_the_constants_give_the_calibrating_rows_with_a_window_near_the_best(pairs: int, close_s: float) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize("pairs", [1, 2, 3, 4])
+def test_the_constants_give_the_rows_with_constant_pairs(pairs: int) -> None:
+    contender = rlboost(Settings(theta=STACK.pending, batch=STACK.pending))
     name = "rlboost, 1 pair" if pairs == 1 else f"rlboost, {pairs} pairs"
-    assert row(name).calibrates
-    assert abs(row(name).error(throughput(Setting(pairs=pairs), close_s))) < 0.10
+    assert abs(row(name).error(simulated(pairs, contender, 12))) < 0.10
 
 
 def test_the_table_has_every_published_point_once() -> None:
