@@ -128,7 +128,7 @@ def test_policies_are_compared_over_a_trace(run_toml: Path, trace: Path, tmp_pat
     assert rows["disaggregated"][0] == "disaggregated"
     assert "note: assumed: answer lengths" in done.output
     text = page.read_text(encoding="utf-8")
-    assert "GPUs by owner over time: disaggregated" in text
+    assert "GPUs by owner over time: disaggregated, all" in text
     assert "Where a step" in text
 
 
