@@ -1,10 +1,11 @@
 """The `scavenger simulate` commands: argument parsing and printing. Each calls one function of the part that does the work.
 
-`scavenger simulate ...` without a command of its own is `scavenger simulate site ...`: the question that a site asks.
+`scavenger simulate ...` without a command is `scavenger simulate site ...`, the question that a site asks; with a run.toml, `run ...`.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from datetime import datetime, tzinfo
@@ -15,6 +16,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from scavenger.cli_options import DEFAULT_CONFIG, ConfigOption
+from scavenger.cli_play import run_command
 from scavenger.errors import ConfigError
 from scavenger.simulate.sacct import COMMAND, NODES_COMMAND
 
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
     from scavenger.config import DaemonConfig
     from scavenger.simulate.survey import Observed, Question
 
-DEFAULT_COMMAND = "site"
+DEFAULT_COMMAND, RUN_COMMAND = "site", "run"
 HELP = f"""What would idle GPUs give here, and what would others notice? Reads only.
 
 From the site's accounting, as a user who may see all jobs. Make the dump with
@@ -36,18 +38,24 @@ and ask with
 \b
 scavenger simulate --sacct dump.txt --nodes nodes.txt --model Qwen3-8B --gpu H100
 
-or look at the cluster as it is now (`--live`), or at a trace (`--trace`). Constants of an engine come from measurements:
-`scavenger simulate calibrate --help`.
+or look at the cluster as it is now (`--live`), or at a trace (`--trace`). To play a training run over a trace or a dump, policy by
+policy: `scavenger simulate run --help`. Constants of an engine come from measurements: `scavenger simulate calibrate --help`.
 """
 
 
 class SiteByDefault(TyperGroup):
-    """A group whose options and files, given without a command, are those of its default command."""
+    """Options without a command are those of `site`; with a run's file, those of `run`."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
         if not args or args[0] not in self.commands:
-            args = [DEFAULT_COMMAND, *(args or ["--help"])]
+            args = [_default(args), *(args or ["--help"])]
         return super().parse_args(ctx, args)
+
+
+def _default(args: list[str]) -> str:
+    """A run's file among the arguments asks for the run, whatever stands before it; else it is the site that is asked about."""
+    files = (arg for before, arg in itertools.pairwise(["", *args]) if not before.startswith("-"))
+    return RUN_COMMAND if any(arg.endswith(".toml") and not arg.startswith("-") for arg in files) else DEFAULT_COMMAND
 
 
 class PlainHelp(TyperCommand):
@@ -58,6 +66,8 @@ class PlainHelp(TyperCommand):
 
 
 app = typer.Typer(cls=SiteByDefault, rich_markup_mode=None, help="What idle GPUs would give: from accounting, live, or a trace.")
+
+app.command(RUN_COMMAND, no_args_is_help=True)(run_command)
 
 Model = Annotated[str, typer.Option("--model", help="the model that engines would serve: Qwen3-8B, Qwen3-14B or Qwen3-32B")]
 Gpu = Annotated[str, typer.Option("--gpu", help="the GPU: H100, H200 or A100")]
@@ -86,6 +96,7 @@ def site_command(
     kill_wait_s: Annotated[float, typer.Option("--kill-wait", min=0, help="slurm.conf's KillWait, s")] = 30.0,
     message_timeout_s: Annotated[float, typer.Option("--message-timeout", min=0, help="slurm.conf's MessageTimeout, s")] = 10.0,
     sched_interval_s: Annotated[float, typer.Option("--sched-interval", min=0, help="SchedulerParameters' sched_interval, s")] = 60.0,
+    reserved_gpus: Annotated[int, typer.Option("--reserved-gpus", min=0, help="of the run whose speed-up is played; 0: none is")] = 8,
     timezone: Annotated[str, typer.Option("--timezone", help="for the hours of the day, as Europe/Berlin; default: this host's")] = "",
     partition: Annotated[
         str, typer.Option("--partition", help="the harvest partition: its nodes only; with --live it may be a planned one")
@@ -110,7 +121,7 @@ def site_command(
     cold_s = presets.COLD_CACHE.mean_s(spec.model.weight_bytes) if cold_start_s is None else cold_start_s
     only = (gpu_type, partition)
     observed = _observed(sacct, nodes, ignore or [], only, trace, source, gpus_per_node)
-    _survey(observed, Question(spec, cold_s, notice_s, engines, timing, _zone(timezone, observed.since)), html)
+    _survey(observed, Question(spec, cold_s, notice_s, engines, timing, _zone(timezone, observed.since)), reserved_gpus, html)
 
 
 def _observed(
@@ -129,22 +140,24 @@ def _observed(
     return survey_sources.read_trace(trace, gpus_per_node, source, Streams(0))
 
 
-def _survey(observed: Observed, question: Question, html: Path | None) -> None:
+def _survey(observed: Observed, question: Question, reserved_gpus: int, html: Path | None) -> None:
     from scavenger import cli_tables
-    from scavenger.simulate import survey_report, survey_text
+    from scavenger.simulate import play, survey_report, survey_text
     from scavenger.simulate.report import html as page
     from scavenger.simulate.survey import survey
 
     with cli_tables.busy("placing engines"):
         found = survey(observed, question)
+    with cli_tables.busy("playing a run over a few hours"):
+        speed_up = survey_text.NOT_ASKED if reserved_gpus < 1 else play.predict(observed, question, reserved_gpus)
     console = cli_tables.console()
     console.print(survey_text.title(observed, question), style="bold")
-    cli_tables.print_rows(console, survey_text.rows(found, survey_text.NO_DRIVER))
+    cli_tables.print_rows(console, survey_text.rows(found, speed_up))
     cli_tables.print_hours(console, survey_text.hours(found.by_hour))
-    for note in survey_text.notes(found, survey_text.NO_DRIVER):
+    for note in survey_text.notes(found, speed_up):
         console.print(f"note: {note}", markup=False)
     if html is not None:
-        cli_tables.write(html, page(survey_report.of_survey(found, survey_text.NO_DRIVER)))
+        cli_tables.write(html, page(survey_report.of_survey(found, speed_up)))
         console.print(f"wrote {html}", markup=False)
 
 

@@ -13,7 +13,7 @@ from scavenger.simulate.survey_waits import LEAVING_S, Timing
 
 BAR = 40
 SHORT_S = 86_400.0
-NO_DRIVER = "a training run would have to be played over these GPUs, and this release cannot do that yet"
+NOT_ASKED = "no run was played: --reserved-gpus 0"
 
 
 @dataclass(frozen=True, slots=True)

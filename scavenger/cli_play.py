@@ -1,0 +1,107 @@
+"""`scavenger simulate run.toml`: argument parsing and printing. It calls `scavenger.simulate.play`, which plays the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from scavenger.errors import ConfigError
+
+if TYPE_CHECKING:
+    from scavenger.simulate.decode import Efficiency, EngineSpec
+    from scavenger.simulate.fleet import Fleet
+    from scavenger.simulate.plan import Assumed, Plan
+    from scavenger.simulate.survey import Observed
+
+HOUR_S = 3600.0
+
+
+def run_command(
+    run_path: Annotated[Path, typer.Argument(metavar="RUN.TOML", help="the run; examples/site/run.toml shows one")],
+    reserved_gpus: Annotated[int, typer.Option("--reserved-gpus", min=1, help="GPUs that train: what its sbatch asks for")],
+    sacct: Annotated[Path | None, typer.Option("--sacct", help="over this dump of accounting (`scavenger simulate --help`)")] = None,
+    nodes: Annotated[Path | None, typer.Option("--nodes", help="with --sacct: the nodes")] = None,
+    ignore: Annotated[list[str] | None, typer.Option("--ignore-partition", help="with --sacct: its jobs' GPUs count as idle")] = None,
+    trace: Annotated[Path | None, typer.Option("--trace", help="over this trace (docs/simulate.md)")] = None,
+    source: Annotated[str, typer.Option("--source", help="of a spot trace: which instances")] = "",
+    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", min=1, help="of a trace: GPUs of a node or instance")] = 8,
+    start_h: Annotated[float, typer.Option("--from", min=0, help="hours into the dump or trace at which the run begins")] = 0.0,
+    policy: Annotated[str, typer.Option("--policy", help="names with commas between, each compared with the first; default: all")] = "",
+    steps: Annotated[int, typer.Option("--steps", min=1, help="optimizer steps, if the trace lasts so long")] = 10,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="runs of each policy, with lengths and cold starts of their own")] = 3,
+    model: Annotated[str, typer.Option("--model", help="a preset's name; default: the run's own model.path")] = "",
+    gpu: Annotated[str, typer.Option("--gpu", help="the GPU: H100, H200 or A100")] = "H100",
+    constants: Annotated[Path | None, typer.Option("--constants", help="what `scavenger simulate calibrate --out` wrote")] = None,
+    sigma: Annotated[float, typer.Option("--sigma", help="of answer lengths' logarithms")] = 0.8,
+    capped_share: Annotated[float, typer.Option("--capped-share", help="of answers that reach sampling.max_tokens")] = 0.05,
+    correlation: Annotated[float, typer.Option("--correlation", help="of log lengths within a group")] = 0.5,
+    prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1)] = 512,
+    html: Annotated[Path | None, typer.Option("--html", help="write the report here too, one self-contained page")] = None,
+) -> None:
+    """Play a run over a trace or a dump with one policy after the other, and compare them."""
+    from scavenger import cli_tables
+    from scavenger.simulate import play
+    from scavenger.simulate.comparison import Prices
+    from scavenger.simulate.plan import Assumed, assumptions
+
+    if (sacct is None) == (trace is None):
+        raise typer.BadParameter("give one of --sacct and --trace")
+    names = play.contenders([name.strip() for name in policy.split(",")] if policy else list(play.CONTENDERS))
+    assumed = Assumed(reserved_gpus, prompt_tokens, sigma, capped_share, correlation)
+    plan = _plan(run_path, model, gpu, assumed)
+    observed = _observed(sacct, nodes, ignore or [], trace, source, gpus_per_node)
+    fleet = _from(observed.fleet, start_h)
+    efficiency = _efficiency(constants, plan)
+    played = cli_tables.play_all(play.player(plan, fleet, efficiency, steps), names, seeds)
+    notes = (*assumptions(plan, assumed), *play.assumed_of_machines(constants is not None), *observed.notes)
+    cli_tables.print_comparison(cli_tables.console(), played, Prices(), f"{plan.name}: {plan.told()}; over {fleet.origin}", notes, html)
+
+
+def _plan(path: Path, model: str, gpu: str, assumed: Assumed) -> Plan:
+    from scavenger import config
+    from scavenger.simulate import presets
+    from scavenger.simulate.plan import of_run, read_model
+
+    run = config.read_run(path)
+    return of_run(run, presets.model(model) if model else read_model(run.model.path), presets.gpu(gpu), assumed)
+
+
+def _observed(sacct: Path | None, nodes: Path | None, ignore: list[str], trace: Path | None, source: str, gpus_per_node: int) -> Observed:
+    import time
+
+    from scavenger import cli_tables
+    from scavenger.simulate import survey_sources
+    from scavenger.simulate.engine import Streams
+
+    if trace is not None:
+        return survey_sources.read_trace(trace, gpus_per_node, source, Streams(0))
+    assert sacct is not None  # one of the two was given
+    with cli_tables.busy(f"reading {sacct}"):
+        return survey_sources.read_sacct(sacct, nodes, ignore, time.time())
+
+
+def _from(fleet: Fleet, start_h: float) -> Fleet:
+    if start_h * HOUR_S >= fleet.end_s:
+        raise ConfigError(f"{fleet.origin} ends before hour {start_h:g}", f"it has {fleet.end_s / HOUR_S:.1f} h")
+    return fleet.segment(start_h * HOUR_S, fleet.end_s - start_h * HOUR_S) if start_h else fleet
+
+
+def _efficiency(path: Path | None, plan: Plan) -> Efficiency:
+    from scavenger.simulate import constants, presets
+
+    if path is None:
+        return presets.UNCALIBRATED
+    spec = _spec(plan)
+    try:
+        return constants.load(path.read_text(encoding="utf-8"), spec)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}", "`scavenger simulate calibrate` writes one") from error
+
+
+def _spec(plan: Plan) -> EngineSpec:
+    from scavenger.simulate import presets
+    from scavenger.simulate.decode import EngineSpec
+
+    return EngineSpec(plan.model, plan.gpu, presets.UNCALIBRATED, plan.gpus_per_engine)

@@ -1,0 +1,199 @@
+"""Plays a planned run over a fleet with the driver, and hands back what it came to in the terms of the comparison. Pure.
+
+    Plan + Fleet --scenario_of--> Scenario --driver--> Outcome --played_of--> Played
+
+Owns that translation. Decides nothing and knows no policy but by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from scavenger.errors import ConfigError
+from scavenger.simulate.comparison import Play, Played, speed_up
+from scavenger.simulate.contender import Contender
+from scavenger.simulate.decode import Efficiency, EngineSpec
+from scavenger.simulate.driver import simulate
+from scavenger.simulate.fleet import Fleet
+from scavenger.simulate.lengths import Lognormal
+from scavenger.simulate.outcome import Outcome
+from scavenger.simulate.plan import Assumed, Plan, assumptions
+from scavenger.simulate.policies.colocated import COLOCATED
+from scavenger.simulate.policies.disaggregated import DISAGGREGATED
+from scavenger.simulate.policies.polyrl import POLYRL
+from scavenger.simulate.policies.rlboost import RLBOOST
+from scavenger.simulate.presets import COLD_CACHE
+from scavenger.simulate.report import Series
+from scavenger.simulate.scenario import Scenario
+from scavenger.simulate.survey import Observed, Question, SpeedUp
+from scavenger.simulate.trainer_model import TrainerSpec
+
+
+def played_of(outcome: Outcome, fleet: Fleet, seed: int) -> Played:
+    """One run's figures. Raises `ConfigError` when not one step ended: there is no throughput then."""
+    if not outcome.steps:
+        raise ConfigError(
+            f"{outcome.policy}: no step ended within {outcome.seconds:.0f} s", "take a longer trace, or a smaller step (prompts, tokens)"
+        )
+    return Played(
+        policy=outcome.policy,
+        seed=seed,
+        steps=len(outcome.steps),
+        seconds=outcome.step_seconds,
+        tokens=outcome.tokens,
+        reserved_gpu_s=outcome.reserved_gpu_hours * 3600,
+        harvested_gpu_s=outcome.harvested_gpu_hours * 3600,
+        step_parts=(
+            ("window", sum(step.seed_s for step in outcome.steps)),
+            ("toggle", sum(step.toggle_s for step in outcome.steps)),
+            ("wait", sum(step.wait_s for step in outcome.steps)),
+            ("train", sum(step.train_s + step.update_s for step in outcome.steps)),
+            ("publish", sum(step.publish_s for step in outcome.steps)),
+        ),
+        starts=outcome.starts,
+        wasted=outcome.wasted_starts,
+        preemptions=outcome.preemptions,
+        moves=outcome.moves,
+        again_tokens=outcome.regenerated,
+        owners=_owners(outcome, fleet),
+    )
+
+
+def _owners(outcome: Outcome, fleet: Fleet) -> Series:
+    times = tuple(t_s for t_s, _, _ in outcome.levels)
+    by_owner = (
+        ("reserved", tuple(float(outcome.gpus_reserved) for _ in outcome.levels)),
+        ("others", tuple(float(fleet.gpus - idle) for _, _, idle in outcome.levels)),
+        ("harvested", tuple(float(held) for _, held, _ in outcome.levels)),
+        ("idle", tuple(float(idle - held) for _, held, idle in outcome.levels)),
+    )
+    return Series(outcome.policy, times, by_owner, outcome.seconds)
+
+
+# What no run.toml says of its trainer and engines. The same as the setting of the published points (scavenger/simulate/published.py has
+# their sources): share of the peak over all passes, a micro-step's overhead, NVLink within a node and 400 Gbps a GPU beyond it, 200 Gbps
+# for the trainer's interface, an engine's own part of the toggle, hashing.
+TRAINING_COMPUTE = 0.5
+MICRO_STEP_OVERHEAD_S = 0.3
+NVLINK_BYTES_S, FABRIC_BYTES_S, NIC_BYTES_S = 400e9, 50e9, 25e9
+SLEEP_S, WAKE_S, HASH_BYTES_S = 2.0, 3.0, 2e9
+GPUS_PER_NODE = 8
+# The run of a site's question: the published points' prompts, answers and cap, played in a few windows over the whole period.
+PROMPTS, SAMPLES, CAP, MAX_BATCH = 128, 8, 14_336, 256
+WINDOWS, WINDOW_S = 3, 7200.0
+OURS, ALONE = "ours", "colocated"
+
+CONTENDERS: Mapping[str, Contender] = {one.name: one for one in (COLOCATED, DISAGGREGATED, POLYRL, RLBOOST)}
+
+
+def contenders(names: Sequence[str]) -> tuple[str, ...]:
+    """The names, checked. Raises `ConfigError` naming the known ones."""
+    for name in names:
+        if name not in CONTENDERS:
+            raise ConfigError(f"there is no policy {name!r}", f"choose among {', '.join(CONTENDERS)}")
+    if not names or len(set(names)) < len(names):
+        raise ConfigError(f"the policies {', '.join(names) or '(none)'} cannot be compared", "name each once")
+    return tuple(names)
+
+
+def scenario_of(plan: Plan, fleet: Fleet, efficiency: Efficiency, steps: int, seed: int) -> Scenario:
+    """The run on the fleet, until `steps` are done (0: no limit) or the fleet ends."""
+    engines, rest = divmod(plan.reserved_gpus, plan.gpus_per_engine)
+    if rest:
+        raise ConfigError(
+            f"{plan.reserved_gpus} reserved GPUs are no whole engines of {plan.gpus_per_engine}", "give a multiple of run.gpus_per_engine"
+        )
+    engine = EngineSpec(plan.model, plan.gpu, efficiency, plan.gpus_per_engine, max_sequences=plan.max_batch)
+    return Scenario(
+        reserved=engine,
+        reserved_engines=engines,
+        harvested=engine,
+        trainer=_trainer(plan),
+        lengths=plan.lengths,
+        fleet=fleet,
+        prompts=plan.prompts,
+        samples=plan.samples,
+        prompt_tokens=plan.prompt_tokens,
+        steps=steps,
+        horizon_s=fleet.end_s,
+        max_engines=plan.most_engines,
+        max_batch=plan.max_batch,
+        cold_start=COLD_CACHE,
+        seed=seed,
+    )
+
+
+def _trainer(plan: Plan) -> TrainerSpec:
+    return TrainerSpec(
+        plan.model,
+        plan.gpu,
+        ranks=plan.reserved_gpus,
+        compute=TRAINING_COMPUTE,
+        link_bytes_s=NVLINK_BYTES_S if plan.reserved_gpus <= GPUS_PER_NODE else FABRIC_BYTES_S,
+        nic_bytes_s=NIC_BYTES_S,
+        overhead_s=MICRO_STEP_OVERHEAD_S,
+        sleep_s=SLEEP_S,
+        wake_s=WAKE_S,
+        hash_bytes_s=HASH_BYTES_S,
+    )
+
+
+def player(plan: Plan, fleet: Fleet, efficiency: Efficiency, steps: int = 0) -> Play:
+    """What plays the run with a named policy and a seed. A run that may not harvest plays every policy without harvested engines."""
+
+    def play(policy: str, seed: int, progress: Callable[[float], None]) -> Played:
+        scenario = scenario_of(plan, fleet, efficiency, steps, seed)
+        contender = CONTENDERS[policy]
+
+        def shown(now_s: float, done: int) -> None:
+            progress(max(now_s / fleet.end_s, done / steps if steps else 0.0))
+
+        if not plan.most_engines:
+            contender = replace(contender, harvest=False)
+        return played_of(simulate(scenario, contender, shown), fleet, seed)
+
+    return play
+
+
+def assumed_of_machines(calibrated: bool) -> tuple[str, ...]:
+    """What is assumed of engines and trainer: print it with every figure."""
+    engines = (
+        "engines as calibrated" if calibrated else "assumed: engines as fast as the presets say, which nobody calibrated for this site"
+    )
+    trainer = (
+        f"assumed: training reaches {TRAINING_COMPUTE:.0%} of the peak, {NIC_BYTES_S * 8 / 1e9:.0f} Gbps leave the trainer, "
+        f"a toggle takes {SLEEP_S + WAKE_S:g} s beside its copies"
+    )
+    return engines, trainer
+
+
+def predict(observed: Observed, question: Question, reserved_gpus: int, policy: str = OURS) -> SpeedUp | str:
+    """The expected speed-up of a run on `reserved_gpus` with `policy`, over generating on them alone; or why there is none.
+
+    Played in up to `WINDOWS` windows spread evenly over the period, with other lengths in each; the interval is over the windows.
+    """
+    if policy not in CONTENDERS:
+        return f"the simulator has no policy {policy!r}"
+    fleet = observed.fleet
+    if fleet.end_s < WINDOW_S:
+        return f"a run is played over {WINDOW_S / 3600:g} h at least, and this covers {fleet.end_s / 3600:.1f} h"
+    assumed = Assumed(reserved_gpus)
+    plan = _plan(question, assumed, fleet)
+    count = min(WINDOWS, int(fleet.end_s / WINDOW_S))
+    starts = [(fleet.end_s - WINDOW_S) * (index + 0.5) / count for index in range(count)]
+    played = []
+    for index, start_s in enumerate(starts):
+        play = player(plan, fleet.segment(start_s, WINDOW_S), question.spec.efficiency)
+        played += [play(name, index, lambda _share: None) for name in (ALONE, policy)]
+    found = speed_up(played, policy, ALONE, f"{plan.told()}; {count} windows of {WINDOW_S / 3600:g} h")
+    return replace(found, notes=(*assumptions(plan, assumed), *assumed_of_machines(calibrated=False)))
+
+
+def _plan(question: Question, assumed: Assumed, fleet: Fleet) -> Plan:
+    spec = question.spec
+    most = fleet.gpus // spec.gpus if question.most is None else question.most
+    lengths = Lognormal.with_capped_share(assumed.sigma, CAP, assumed.capped_share, assumed.correlation)
+    return Plan(
+        "site", spec.model, spec.gpu, assumed.reserved_gpus, spec.gpus, most, PROMPTS, SAMPLES, assumed.prompt_tokens, lengths, MAX_BATCH
+    )
