@@ -28,7 +28,7 @@ from ledger_engines import CHUNK
 from ledger_site import Cpu, Site, read_settings
 
 from scavenger.ledger import store
-from scavenger.ledger.private_postgres import create_database, private_postgres
+from scavenger.ledger.private_postgres import PrivatePostgres, create_database
 
 PARTS = ("ingest", "latency", "failover", "restart", "memory")
 ALL = "all together"
@@ -250,12 +250,12 @@ def databases(kind: str, folder: Path) -> Iterator[Any]:
 
         yield sqlite
         return
-    with private_postgres({"max_wal_size": "8GB", "shared_buffers": "512MB"}) as server:
+    with PrivatePostgres({"max_wal_size": "8GB", "shared_buffers": "512MB"}) as server:
 
         def postgres() -> str:
             nonlocal made
             made += 1
-            return create_database(server, f"ledger_{made}")
+            return create_database(server.url, f"ledger_{made}")
 
         yield postgres
 

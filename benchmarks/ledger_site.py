@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from scavenger import keys
+from scavenger import interpreter, keys
 from scavenger.daemon import Clock
 from scavenger.ledger import reader, store
 from scavenger.ledger.records import GroupState
@@ -111,6 +111,7 @@ class Site:
         stop = asyncio.Event()
         port = self.server.bind("127.0.0.1", 0)
         self.server.perform(self.router.restore(reader.read_snapshot(writer.engine), self.clock()))
+        interpreter.tune()
         serving = asyncio.create_task(self.server.run(stop))
         try:
             async with self._generator(port):

@@ -10,21 +10,24 @@ from collections.abc import Callable, Coroutine
 
 import structlog
 
-from scavenger.errors import ScavengerError
+from scavenger.errors import ScavengerError, told
 
 _log = structlog.get_logger(__name__)
 
 
 def spawn(work: Coroutine[object, object, None], on_error: Callable[[str], None]) -> asyncio.Task[None]:
-    """Run beside the others. `on_error` gets the reason if it raises, whatever it raises; not if it is cancelled."""
+    """Run beside the others. `on_error` gets the reason if it raises, whatever it raises; not if it is cancelled.
+
+    The reason goes to the ledger, so it is free of what an engine may have quoted; that is in the log.
+    """
 
     def ended(task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
         if error is None:
             return
-        if not isinstance(error, ScavengerError):  # a bug, ours or a library's: it keeps its traceback
+        if not isinstance(error, ScavengerError) or error.quoted:  # a bug, ours or a library's: it keeps its traceback
             _log.error("task.failed", exc_info=error)
-        on_error(str(error) if isinstance(error, ScavengerError) else repr(error))
+        on_error(told(error))
 
     task = asyncio.create_task(work)
     task.add_done_callback(ended)

@@ -49,7 +49,7 @@ from rollout.link import Link
 from rollout.session import Session
 from rollout.tasks import spawn
 from scavenger import wire
-from scavenger.errors import EngineError
+from scavenger.errors import EngineError, told
 from scavenger.keys import KeyPair
 from scavenger.weights import manifest as manifests
 from scavenger.weights.pull import pull
@@ -214,7 +214,7 @@ class Worker:
         try:
             await engine.add(command.request)
         except EngineError as error:
-            self._inbox.put_nowait(AddRefused(command.request.handle, str(error)))
+            self._inbox.put_nowait(AddRefused(command.request.handle, told(error)))
 
     async def _generate(self, engine: Engine) -> None:
         while True:
@@ -234,7 +234,7 @@ class Worker:
         try:
             await engine.load(version, manifests.views(pulled.manifest, pulled.blob))
         except EngineError as error:
-            self._inbox.put_nowait(LoadFailed(version, str(error)))
+            self._inbox.put_nowait(LoadFailed(version, told(error)))
             return
         load_s = self._clock() - began
         _log.info(

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -15,15 +16,16 @@ import structlog
 import typer
 from rich.console import Console
 
-from scavenger import __version__, cli_keys, cli_ledger, config, keys
+from scavenger import __version__, cli_keys, cli_ledger, cli_simulate, config, keys
 from scavenger.cli_options import DEFAULT_CONFIG, ConfigOption
-from scavenger.errors import ScavengerError
+from scavenger.errors import ConfigError, ScavengerError
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="Idle GPUs of a Slurm cluster for LLM rollouts."
 )
 app.add_typer(cli_ledger.app, name="ledger")
 app.add_typer(cli_keys.app, name="keys")
+app.add_typer(cli_simulate.app, name="simulate")
 
 err = Console(stderr=True, soft_wrap=True, highlight=False)
 
@@ -101,7 +103,7 @@ def init(
         "harvest": {"partition": partition},
     }
     path.write_text(toml.dumps(document))
-    print(f"wrote {path}; next: scavenger daemon --config {path}")
+    print(f"wrote {path}; next: scavenger check-config {path}, then scavenger daemon --config {path}")
 
 
 @app.command()
@@ -133,6 +135,28 @@ def daemon(
         daemons.run(settings, cluster)
     finally:
         cluster.close()
+
+
+@app.command()
+def check_config(
+    config_path: Annotated[Path, typer.Argument(help="the scavenger.toml", envvar="SCAVENGER_CONFIG")] = DEFAULT_CONFIG,
+) -> None:
+    """Say what a scavenger.toml means and whether a daemon could start with it. Writes nothing, submits nothing."""
+    from scavenger import dry_check
+
+    said, fine = dry_check.report(config_path, config.read_daemon(config_path))
+    print("\n".join(said))
+    if not fine:
+        raise typer.Exit(ConfigError.exit_code)
+
+
+@app.command("status")
+def show_status(config_path: ConfigOption = DEFAULT_CONFIG) -> None:
+    """What the daemon last said of itself: its ledger's state and backlog, the log's size, tokens in memory."""
+    from scavenger.observe import status
+
+    for line in status.lines(status.read(config.read_daemon(config_path).daemon.state_dir), time.time()):
+        print(line)
 
 
 def _end_with_stdin() -> None:

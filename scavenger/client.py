@@ -217,12 +217,20 @@ class Run:
         self._known = {group: of for group, of in self._known.items() if of != over}
         self._submitted = {group: of for group, of in self._submitted.items() if of != over}
 
-    def checkpoint(self, step: int, version: int, root: bytes, path: str) -> None:
-        """Record a complete checkpoint: what it covers is final."""
-        self.call(wire.RecordCheckpoint(step, version, root, path))
+    def checkpoint(self, step: int, version: int, root: bytes, path: str, kept: Sequence[int] | None = None) -> None:
+        """Record a complete checkpoint: what it covers is final.
+
+        `kept`: the steps of all checkpoints that stay on disk, this one's too. Call this before deleting the others: what a resume from a
+        kept one needs stays in the ledger. None: the ledger takes it that the newest `checkpoint.keep` are kept. Raises `Refused`.
+        """
+        self.call(wire.RecordCheckpoint(step, version, root, path, None if kept is None else tuple(sorted(set(kept)))))
 
     def close_run(self, state: str, reason: str = "") -> None:
-        """End the run ("finished" | "failed" | "stopped"): harvested engines leave at once."""
+        """End the run ("finished" | "failed" | "stopped"): harvested engines leave at once.
+
+        `reason`, as those of outcomes, is shown by the ledger's reports to people who may not see prompts and answers: give it
+        `errors.told(error)` rather than an error's own words.
+        """
         self._closing = True
         self.call(wire.CloseRun(state, wire.words(reason)))
 

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import structlog
 
-from scavenger import __version__, keys, ownership
+from scavenger import __version__, interpreter, keys, ownership
 from scavenger.cluster.port import Cluster
 from scavenger.config import DaemonConfig
 from scavenger.errors import AuthError, Fenced, LedgerError
@@ -29,6 +30,7 @@ from scavenger.ledger.keeper import Keeper
 from scavenger.ledger.records import Event, GroupState
 from scavenger.ledger.transaction import Announced, Generation
 from scavenger.ledger.writer import Writer, WriterState
+from scavenger.observe import status
 from scavenger.router.events import Identity
 from scavenger.router.machine import Router
 from scavenger.router.payloads import Payload, PayloadStore
@@ -89,9 +91,11 @@ class Daemon:
                 harvester.restore(snapshot.jobs)
             port = server.bind(self.config.daemon.listen, self.config.daemon.port)
             server.perform(router.restore(snapshot, self.clock()))
+            interpreter.tune()
             self._tell_history(server, generation)
             await self._announce(server, pair.public, port, generation)
-            await self._serve(server, harvester, self._keeper(server, writer))
+            look = functools.partial(self._status, server, writer, payloads, self.clock())
+            await self._serve(server, harvester, self._keeper(server, writer), look)
         finally:
             await asyncio.to_thread(writer.close)
             server.close()
@@ -99,8 +103,11 @@ class Daemon:
         if self.failure is not None:
             raise self.failure
 
-    async def _serve(self, server: Server, harvester: Harvester | None, keeper: Keeper | None) -> None:
+    async def _serve(
+        self, server: Server, harvester: Harvester | None, keeper: Keeper | None, look: Callable[[], status.Status]
+    ) -> None:
         tasks = [asyncio.create_task(server.run(self.stop)), asyncio.create_task(self._watch_files())]
+        tasks.append(asyncio.create_task(status.tell(self.state_dir, look, self.stop)))
         if harvester is not None:
             tasks.append(asyncio.create_task(harvester.run(self.stop)))
         if keeper is not None:
@@ -194,6 +201,13 @@ class Daemon:
         if policy.retention == "keep":
             return None
         return Keeper(writer.engine, policy, commit=server.commit, backlog_bytes=lambda: writer.backlog_bytes, clock=self.clock)
+
+    def _status(self, server: Server, writer: Writer, payloads: PayloadStore, started_at: float) -> status.Status:
+        return status.Status(
+            self.clock(), writer.generation, socket.gethostname(), os.getpid(), started_at, str(writer.state), writer.reason,
+            writer.backlog, writer.backlog_bytes, writer.wal.nbytes, writer.wal.written_back, writer.wal.blocked,
+            payloads.nbytes, payloads.bound, payloads.evictions, server.office.reads,
+        )  # fmt: skip
 
     async def _history(self, run_id: int, after_step: int) -> tuple[GroupState, ...]:
         # Behind the record that grants the attempt: from then on neither retention nor a purge takes what is about to be read.

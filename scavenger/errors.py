@@ -1,21 +1,35 @@
 """The one error tree. Each message names the cause; `remedy` says what the user does about it.
 
-Owns nothing else. Every process catches `ScavengerError` at its outermost frame only, prints it and exits with
-`exit_code`; anything else is a bug and keeps its traceback.
+Owns that, and `told`: what of an error may leave its process for the ledger, where people read who may not see prompts and answers.
+Every process catches `ScavengerError` at its outermost frame only, prints it and exits with `exit_code`; anything else is a bug and
+keeps its traceback.
 """
 
 from __future__ import annotations
 
+from pathlib import PurePath
+
 
 class ScavengerError(Exception):
-    """Something a user or an admin can act on. `str()` is the cause followed by the remedy."""
+    """Something a user or an admin can act on. `str()` is the cause followed by the remedy.
+
+    Cause and remedy may go to the ledger: they name types, ids and settings. What somebody else's code said goes into `quoted`,
+    because it may hold a prompt or an answer: `str()` has it, for the process's own log, and nothing that is sent does.
+    """
 
     exit_code = 1
 
-    def __init__(self, cause: str, remedy: str = "") -> None:
-        super().__init__(cause if not remedy else f"{cause}\n  remedy: {remedy}")
+    def __init__(self, cause: str, remedy: str = "", *, quoted: str = "") -> None:
+        whole = f"{cause}: {quoted}" if quoted else cause
+        super().__init__(whole if not remedy else f"{whole}\n  remedy: {remedy}")
         self.cause = cause
         self.remedy = remedy
+        self.quoted = quoted
+
+    @property
+    def log_text(self) -> str:
+        """Cause and quotation, for a log."""
+        return f"{self.cause}: {self.quoted}" if self.quoted else self.cause
 
 
 class ConfigError(ScavengerError):
@@ -96,3 +110,16 @@ class SimulationError(ScavengerError):
 
 class RewardError(ScavengerError):
     """A reward function raised or ran past its deadline. Not a reward of 0."""
+
+
+def told(error: BaseException) -> str:
+    """What the ledger may hold of an error: nothing that is foreseen quotes contents, and of the unforeseen only type and place."""
+    if isinstance(error, ScavengerError):
+        return error.cause if not error.remedy else f"{error.cause}\n  remedy: {error.remedy}"
+    frame = error.__traceback__
+    if frame is None:
+        return type(error).__name__
+    while frame.tb_next is not None:
+        frame = frame.tb_next
+    where = f"{PurePath(frame.tb_frame.f_code.co_filename).name}:{frame.tb_lineno}"
+    return f"{type(error).__name__} at {where} (its own words are in the log of the process)"

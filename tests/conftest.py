@@ -7,14 +7,22 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 
 from scavenger.ledger.private_postgres import programs
 
 SLURM = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol")
+
+
+@pytest.fixture(autouse=True)
+def logging_as_at_first() -> Iterator[None]:
+    """A command that is tested in this process says where it logs to; the next test's log is its own."""
+    yield
+    structlog.reset_defaults()
 
 
 def lacks(*programs: str) -> str:

@@ -22,7 +22,7 @@ SHARED = {"wire", "client", "weights", "config", "errors", "keys", "resources", 
 
 PURE = (
     "scavenger/phases.py",
-    "scavenger/wire.py",
+    "scavenger/wire/*.py",
     "scavenger/cluster/model.py",
     "scavenger/cluster/commands.py",
     "scavenger/cluster/scheduler.py",

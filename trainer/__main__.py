@@ -25,7 +25,7 @@ from scavenger import config as configs
 from scavenger import keys, wire
 from scavenger.client import Client
 from scavenger.config import RewardSection, RunConfig
-from scavenger.errors import CheckpointAhead, ConfigError, LedgerRestored, ScavengerError, StaleAttempt
+from scavenger.errors import CheckpointAhead, ConfigError, LedgerRestored, ScavengerError, StaleAttempt, told
 from scavenger.weights.source import WeightSource
 from trainer import checkpoint
 from trainer.comm import Comm, Solo, connect, join, leave
@@ -204,10 +204,9 @@ def open_run(config: RunConfig, spec: wire.EngineSpec, start: Start, stack: Exit
 
 def close_failed(run: Run, error: BaseException) -> None:
     """Tell the daemon why, so that engines leave; when even that fails, the first error still is the one reported."""
-    reason = str(error) or type(error).__name__
     state = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
     try:
-        run.close_run(state, reason)
+        run.close_run(state, told(error))
     except ScavengerError as also:
         print(f"the daemon was not told: {also}", file=sys.stderr, flush=True)
 

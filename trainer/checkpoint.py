@@ -1,8 +1,9 @@
 """Checkpoints: model and optimizer by torch.distributed.checkpoint in safetensors files, the rest in one JSON file.
 
 Owns the folder `<out_dir>/checkpoints`. A checkpoint is complete when its folder has its final name: it is written under another
-name, flushed, and renamed. Sharded tensors carry their offsets, so a resume may use another number of ranks. The trainer draws no
-random numbers (see `model`), and its problems follow from the step, so neither a generator nor a cursor has more state than `step`.
+name, flushed, and renamed. One is deleted only after the ledger was told which are kept. Sharded tensors carry their offsets, so a
+resume may use another number of ranks. The trainer draws no random numbers (see `model`), and its problems follow from the step, so
+neither a generator nor a cursor has more state than `step`.
 
 An attempt that starts from an older checkpoint makes the newer ones another history: they are renamed to `step-N.abandoned-ATTEMPT`,
 which nothing selects, and deleted once the attempt has written as many of its own as are kept.
@@ -13,7 +14,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
@@ -43,6 +46,13 @@ class State(msgspec.Struct, frozen=True):
     dtype: str
     attempt: int = 0
     format: int = FORMAT
+
+
+class Surplus(NamedTuple):
+    """`kept`: steps of the checkpoints that stay, ascending. `going`: folders to delete."""
+
+    kept: tuple[int, ...]
+    going: tuple[Path, ...]
 
 
 def folder(out_dir: Path) -> Path:
@@ -78,11 +88,8 @@ def load_shards(learner: Learner, path: Path, updates_taken: int) -> None:
     learner.set_updates_taken(updates_taken)
 
 
-def complete(out_dir: Path, state: State, keep: int) -> Path:
-    """Rank 0, after all shards are written: make the checkpoint durable and visible, then drop all but the newest `keep`.
-
-    The one just written stays whatever its step is, and so do abandoned ones until `keep` of this attempt exist.
-    """
+def complete(out_dir: Path, state: State) -> Path:
+    """Rank 0, after all shards are written: make the checkpoint durable and visible. What `surplus` names is deleted later."""
     source, target = partial(out_dir, state.step), folder(out_dir) / name(state.step)
     (source / STATE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(state)) + b"\n")
     for path in [*source.iterdir(), source]:
@@ -91,14 +98,29 @@ def complete(out_dir: Path, state: State, keep: int) -> Path:
         shutil.rmtree(target)
     source.rename(target)
     _sync(target.parent)
-    kept = found(out_dir)
-    others = [path for path in kept if path != target]
-    surplus = others[: max(0, len(kept) - keep)]
-    if sum(read_state(path).attempt == state.attempt for path in kept) >= keep:
-        surplus += abandoned(out_dir)
-    for old in surplus:
-        shutil.rmtree(old)
     return target
+
+
+def surplus(out_dir: Path, newest: Path, keep: int) -> Surplus:
+    """Which checkpoints stay, and which go once that was said: all but the newest `keep`.
+
+    `newest`, the one just written, stays whatever its step is, and so do abandoned ones until `keep` of its attempt exist.
+    """
+    here, attempt = found(out_dir), read_state(newest).attempt
+    others = [path for path in here if path != newest]
+    going = others[: max(0, len(here) - keep)]
+    staying = tuple(read_state(path).step for path in here if path not in going)
+    if sum(read_state(path).attempt == attempt for path in here) >= keep:
+        going += abandoned(out_dir)
+    going += [path for path in folder(out_dir).glob("step-*") if _NAME.fullmatch(path.name) and not (path / STATE_FILE).is_file()]
+    return Surplus(staying, tuple(going))
+
+
+def delete(paths: Sequence[Path]) -> None:
+    """Rank 0, once the ledger knows that they are not kept. Their state goes first: what a crash leaves is no checkpoint, and surplus."""
+    for path in paths:
+        (path / STATE_FILE).unlink(missing_ok=True)
+        shutil.rmtree(path)
 
 
 def found(out_dir: Path) -> list[Path]:

@@ -142,7 +142,7 @@ class LocalRun:
         if purpose == "train":
             self.last_step = step
 
-    def checkpoint(self, step: int, version: int, root: bytes, path: str) -> None:
+    def checkpoint(self, step: int, version: int, root: bytes, path: str, kept: Sequence[int] | None = None) -> None:
         pass
 
     def close_run(self, state: str, reason: str = "") -> None:

@@ -121,8 +121,10 @@ class Loop:
             step, version, self._root.hex(), step * config.data.prompts_per_step, config.run.seed,
             self._ranks.updates_taken, "float64" if config.run.deterministic else "float32", self._run.attempt,
         )  # fmt: skip
-        path = checkpoint.complete(out_dir, state, config.checkpoint.keep)
-        self._run.checkpoint(step, version, self._root, str(path))
+        path = checkpoint.complete(out_dir, state)
+        kept, going = checkpoint.surplus(out_dir, path, config.checkpoint.keep)
+        self._run.checkpoint(step, version, self._root, str(path), kept)
+        checkpoint.delete(going)
 
     # ---------------------------------------------------------------- evaluation
 

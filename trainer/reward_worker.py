@@ -1,7 +1,8 @@
 """The process that calls a reward function: `python -m trainer.reward_worker module:function`. Started by `trainer.rewards` only.
 
 Frames come on standard input and go to standard output; what the function prints goes to standard error, so it cannot break a frame.
-Any exception of the function is caught here, for one named recovery: it is sent back as text.
+Any exception of the function is caught here, for one named recovery: its type is sent back, and apart from it what it said, which may
+quote the prompt or the answer.
 """
 
 from __future__ import annotations
@@ -44,8 +45,12 @@ def _score(function: Callable[[str, str, dict[str, Any]], float], ask: Ask) -> A
     try:
         reward = float(function(ask.prompt, ask.answer, ask.meta))
     except Exception as error:  # noqa: BLE001  a user's function may raise anything; the runner retries, then stops or masks
-        return Answer(error=f"{type(error).__name__}: {error}")
+        return _failed(error)
     return Answer(reward=reward) if math.isfinite(reward) else Answer(error=f"the reward is {reward}")
+
+
+def _failed(error: Exception) -> Answer:
+    return Answer(error=f"it raised {type(error).__name__}", said=str(error))
 
 
 def main(argv: list[str]) -> int:
@@ -55,7 +60,7 @@ def main(argv: list[str]) -> int:
         function = _load(argv[1])
         version = _version(argv[1])
     except Exception as error:  # noqa: BLE001  importing a user's module may raise anything; the runner reports it
-        _write(out, Answer(error=f"{type(error).__name__}: {error}"))
+        _write(out, _failed(error))
         return 1
     _write(out, Answer(reward=0.0, version=version))
     while (payload := read_frame(frames.read)) is not None:

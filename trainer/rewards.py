@@ -1,8 +1,9 @@
 """Calls a reward function in a process of its own, with a deadline. A failure is never a reward of 0.
 
 Owns the process, its frames (length-prefixed MessagePack over pipes) and the retries; knows no ledger, model or step. What a run does
-with a `RewardError` (`on_reward_error`) is the loop's decision. The function must depend on its arguments alone: results are recorded
-with the function's version, and a resumed run takes those that were recorded under the same one.
+with a `RewardError` (`on_reward_error`) is the loop's decision. Its cause goes to the ledger and names the function and the type of what
+went wrong; what the function said, and the answer, are quoted beside it for the trainer's own log. The function must depend on its
+arguments alone: results are recorded with the function's version, and a resumed run takes those that were recorded under the same one.
 """
 
 from __future__ import annotations
@@ -48,10 +49,11 @@ class Ask(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """Either `reward` or `error` is set. `version`: the function's, in the first answer of a process."""
+    """Either `reward` or `error` is set. `said`: an exception's words. `version`: the function's, in the first answer of a process."""
 
     reward: float | None = None
     error: str | None = None
+    said: str = ""
     version: str = ""
 
 
@@ -83,15 +85,16 @@ class RewardRunner:
 
     def score(self, prompt: str, answer: str, meta: dict[str, Any]) -> float:
         """The reward. Raises `RewardError` when the function failed or overran its deadline `retries + 1` times."""
-        failure = ""
+        failure = RewardError("it was not called")
         for _ in range(self._retries + 1):
             try:
                 return self._call(Ask(prompt, answer, meta))
             except RewardError as error:
-                failure = error.cause
+                failure = error
         raise RewardError(
-            f"reward function {self._function} failed {self._retries + 1} times: {failure}",
-            f'fix the function, or set reward.on_reward_error = "mask" to leave such samples out (answer: {answer[:80]!r})',
+            f"reward function {self._function} failed {self._retries + 1} times: {failure.cause}",
+            'fix the function, or set reward.on_reward_error = "mask" to leave such samples out',
+            quoted=f"{failure.quoted} (answer: {answer[:80]!r})".strip(),
         )
 
     def close(self) -> None:
@@ -116,10 +119,11 @@ class RewardRunner:
                 killed = (process.poll() or 0) < 0
                 self.close()
                 if not (killed and left):  # killed from outside says nothing about the function
-                    raise ConfigError(f"reward.function = {self._function!r}: {error.cause}") from error
+                    raise ConfigError(f"reward.function = {self._function!r}: {error.cause}", quoted=error.quoted) from error
         if ready.error is not None:
             self.close()
-            raise ConfigError(f"reward.function = {self._function!r}: {ready.error}", "the trainer's Python must be able to import it")
+            remedy = "the trainer's Python must be able to import it"
+            raise ConfigError(f"reward.function = {self._function!r}: {ready.error}", remedy, quoted=ready.said)
         self.version = self._named or ready.version
 
     def _call(self, ask: Ask) -> float:
@@ -132,7 +136,7 @@ class RewardRunner:
             self.close()  # it may still be running: the next call gets a fresh process
             raise
         if answer.reward is None:
-            raise RewardError(answer.error or "no reward and no error")
+            raise RewardError(answer.error or "no reward and no error", quoted=answer.said)
         return answer.reward
 
     def _send(self, payload: bytes) -> None:
@@ -152,7 +156,7 @@ class RewardRunner:
         try:
             return _answers.decode(payload)
         except msgspec.MsgspecError as error:
-            raise RewardError(f"the reward process answered with something else than an answer: {error}") from error
+            raise RewardError("the reward process answered with something else than an answer", quoted=str(error)) from error
 
     def _ended(self) -> int:
         assert self._process is not None

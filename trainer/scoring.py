@@ -1,6 +1,7 @@
 """From completed groups to rows that can be trained: rewards, advantages and what becomes of each sample. Rank 0 only.
 
-Owns the outcome of a sample: consumed, filtered (its group says nothing), masked (no usable reward or tokens), each with its reason.
+Owns the outcome of a sample: consumed, filtered (its group says nothing), masked (no usable reward or tokens), each with its reason,
+which quotes neither prompt nor answer: the ledger shows it to people who may see neither.
 Nothing is left out silently (I6). A group's rows depend on the group alone, never on its arrival (I7).
 """
 
@@ -85,8 +86,8 @@ class Scoring:
             return self._scorer.score(prompt, self._text(sample.tokens), meta), ""
         except RewardError as error:
             if not self._mask_errors:
-                raise
-            return self._masked(sample, error.cause)
+                raise RewardError(f"sample {sample.sample_id}: {error.cause}", error.remedy, quoted=error.quoted) from error
+            return self._masked(sample, error.cause, error.log_text)
 
     def _tell_rescored(self, sample: wire.DoneSample) -> None:
         if sample.reward_version not in self._told:
@@ -94,8 +95,8 @@ class Scoring:
             before = f"{sample.reward_version!r} gave" if sample.reward_version else "a version that was not noted gave"
             self._say(f"scored again by {self.version!r}: sample {sample.sample_id} and others whose recorded reward {before}")
 
-    def _masked(self, sample: wire.DoneSample, reason: str) -> tuple[float, str]:
-        self._say(f"sample {sample.sample_id} is masked: {reason}")
+    def _masked(self, sample: wire.DoneSample, reason: str, log_text: str = "") -> tuple[float, str]:
+        self._say(f"sample {sample.sample_id} is masked: {log_text or reason}")
         return math.nan, reason
 
     def _text(self, tokens: bytes) -> str:

@@ -28,7 +28,7 @@ import torch
 
 from rollout.engines.base import Delta, EngineInfo, Request
 from rollout.engines.decoder import Decoder
-from scavenger.errors import EngineError
+from scavenger.errors import EngineError, told
 from scavenger.weights.manifest import TensorView
 from scavenger.wire import EngineSpec
 
@@ -154,4 +154,4 @@ class ReferenceEngine:
         except EngineError:
             raise
         except Exception as error:
-            raise EngineError(f"the engine failed: {error!r}") from error
+            raise EngineError(f"the engine failed: {told(error)}", quoted=str(error)) from error

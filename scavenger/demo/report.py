@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import jinja2
 
-from scavenger import resources
-from scavenger.demo import plots
+from scavenger import plots, resources
 from scavenger.demo.figures import Figures
 
 OWNERS = (
@@ -19,12 +18,7 @@ OWNERS = (
 )
 
 PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Scavenger: {{ title }}</title><style>
-body{font:15px/1.5 system-ui,sans-serif;max-width:900px;margin:2rem auto;padding:0 1rem;color:#1d2330}
-h1{font-size:1.5rem}h2{font-size:1.1rem;margin-top:2rem}table{border-collapse:collapse}td,th{padding:.2rem .9rem .2rem 0;text-align:left}
-svg{width:100%;background:#fafbfc;border:1px solid #e3e6ea}svg text{font-size:11px;fill:#5a6372}.grid{stroke:#e3e6ea}
-.curve{fill:none;stroke:#5b6ee1;stroke-width:1.6}circle{fill:#5b6ee1}.bar{fill:#37a66b}
-.legend span{margin-right:1rem}.legend i{display:inline-block;width:.8rem;height:.8rem;margin-right:.3rem}
-pre{background:#f3f4f6;padding:.8rem;white-space:pre-wrap;overflow-wrap:anywhere}</style></head><body>
+{{ style|safe }}</style></head><body>
 <h1>Scavenger: {{ title }}</h1><p>{{ subtitle }}</p>
 <table>{% for name, value in rows %}<tr><th>{{ name }}</th><td>{{ value }}</td></tr>{% endfor %}</table>
 <h2>GPUs over time, by owner</h2>{{ gpus|safe }}
@@ -100,6 +94,7 @@ def html(figures: Figures, context: Context, title: str, subtitle: str) -> str:
     steps = figures.trained()
     environment = jinja2.Environment(autoescape=True)
     return environment.from_string(PAGE).render(
+        style=plots.STYLE,
         title=title,
         subtitle=subtitle,
         rows=summary(figures, context),

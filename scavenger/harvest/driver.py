@@ -34,7 +34,7 @@ from scavenger.config import DaemonConfig
 from scavenger.errors import AuthError, ClusterError, ClusterUnavailable, ConfigError, SubmitUnknown
 from scavenger.harvest import policy, preflight, sights
 from scavenger.harvest.limits import limits_of, rules_of
-from scavenger.harvest.policy import Cancel, CancelPending, Decision, GiveBack, Leaving, Submit
+from scavenger.harvest.policy import Cancel, CancelPending, Code, Decision, GiveBack, Leaving, Submit
 from scavenger.harvest.room import owners
 from scavenger.harvest.script import job_spec, log_path, read_template
 from scavenger.harvest.tracker import Output, Tracker
@@ -153,7 +153,8 @@ class Harvester:
     async def _cancel_all(self) -> None:
         try:
             while jobs := self.tracker.jobs({}):
-                chosen = [Cancel(job.intent_id, "the daemon shuts down") for job in jobs if job.leaving is not Leaving.CANCELLED]
+                staying = [job.intent_id for job in jobs if job.leaving is not Leaving.CANCELLED]
+                chosen = [Cancel(intent_id, "the daemon shuts down", Code.SHUTDOWN) for intent_id in staying]
                 await self._cancel([action for action in chosen if self.tracker.intents[action.intent_id].job_id], "{}")
                 self._absorb(self.tracker.observe(await self._look(), self._clock()))
                 await asyncio.sleep(min(1.0, self.config.cluster.quick_s))
@@ -258,7 +259,7 @@ class Harvester:
         inputs = _json({"decision": decision.reason, "demand": [[d.run, d.engines, d.gpus_per_engine] for d in demand]})
         if not decision.actions:
             if decision.reason != self._last_reason:
-                self._write([rec.Decision("harvest", "none", "", decision.reason, inputs, self._clock())])
+                self._write([rec.Decision("harvest", "none", "", decision.reason, inputs, self._clock(), decision.code)])
             self._last_reason = decision.reason
             return
         self._last_reason = ""
@@ -387,7 +388,7 @@ def _shape(demand: Sequence[Demand]) -> tuple[tuple[int, int, int], ...]:
 
 def _decided(action: policy.Action, intent_id: str, inputs: str, now: float) -> rec.Decision:
     names = {Submit: "submit", CancelPending: "cancel_pending", GiveBack: "give_back", Cancel: "cancel"}
-    return rec.Decision("harvest", names[type(action)], intent_id, action.reason, inputs, now)
+    return rec.Decision("harvest", names[type(action)], intent_id, action.reason, inputs, now, action.code)
 
 
 def _json(value: Any) -> str:

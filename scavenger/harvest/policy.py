@@ -27,6 +27,33 @@ class Leaving(StrEnum):
     CANCELLED = "cancelled"
 
 
+class Code(StrEnum):
+    """A decision's reason in a word. Ledgers hold these and reports rely on them: they are added to, never renamed."""
+
+    # why nothing, or nothing more, was submitted
+    STALE_VIEW = "stale_view"
+    NO_RUN = "no_run"
+    NO_DEMAND = "no_demand"  # runs are open and want no engine; of a job that leaves: its run wants none
+    SERVED = "served"  # every wanted engine runs
+    OWN_PENDING = "own_pending"  # our own pending jobs are to take what is idle
+    PARTITION_DOWN = "partition_down"
+    BACKOFF = "backoff"
+    MAX_ENGINES = "max_engines"
+    MAX_PENDING = "max_pending"
+    OTHERS_PENDING = "others_pending"
+    HEADROOM = "headroom"
+    QUARANTINE = "quarantine"
+    NO_ROOM = "no_room"
+    # why a job was submitted, cancelled or given back
+    WANTED = "wanted"
+    WRONG_SIZE = "wrong_size"
+    OVER_SHARE = "over_share"
+    HELD = "held"
+    REQUEUED = "requeued"
+    OVERDUE = "overdue"
+    SHUTDOWN = "shutdown"
+
+
 @dataclass(frozen=True, slots=True)
 class OurJob:
     """A harvested job as the tracker has it. `job_id` 0: not known to be in the queue. `waits`: holds no GPU and will, or may, take one.
@@ -79,12 +106,14 @@ class Submit:
     reason: str
     nodelist: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    code: Code = Code.WANTED
 
 
 @dataclass(frozen=True, slots=True)
 class CancelPending:
     intent_id: str
     reason: str
+    code: Code
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +122,7 @@ class GiveBack:
 
     intent_id: str
     reason: str
+    code: Code
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +131,7 @@ class Cancel:
 
     intent_id: str
     reason: str
+    code: Code
 
 
 Action = Submit | CancelPending | GiveBack | Cancel
@@ -108,17 +139,19 @@ Action = Submit | CancelPending | GiveBack | Cancel
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """`reason` explains the whole: what was done, or why nothing."""
+    """`reason` explains the whole: what was done, or why nothing; `code` why nothing more was submitted."""
 
     actions: tuple[Action, ...]
     reason: str
+    code: Code
 
 
 def decide(view: ClusterView, demand: Sequence[Demand], jobs: Sequence[OurJob], limits: Limits, now: float) -> Decision:
     """What to do about our jobs, given one observation. Gives nothing but its reason when the observation is too old to act on."""
     age = now - view.observed_at
     if age > limits.stale_s:
-        return Decision((), f"the last observation is {age:.0f} s old (over {limits.stale_s:g} s): nothing is decided on it")
+        old = f"the last observation is {age:.0f} s old (over {limits.stale_s:g} s): nothing is decided on it"
+        return Decision((), old, Code.STALE_VIEW)
     ours = sorted(jobs, key=lambda job: job.intent_id)
     wanted = sorted((d for d in demand if d.engines > 0), key=lambda d: d.run_id)
     allotted = allot(wanted, limits.max_engines)
@@ -129,9 +162,11 @@ def decide(view: ClusterView, demand: Sequence[Demand], jobs: Sequence[OurJob], 
     actions += surplus
     leaving = {action.intent_id for action in surplus}
     serving = [job for job in staying if job.intent_id not in leaving]
-    submits, why = _submit(view, wanted, allotted, serving, ours, limits, now)
+    submits, code, why = _submit(view, wanted, allotted, serving, ours, limits, now)
     actions += submits
-    return Decision(tuple(actions), _summary(actions, serving, wanted, demand, why))
+    if not wanted:
+        code = Code.NO_DEMAND if demand else Code.NO_RUN
+    return Decision(tuple(actions), _summary(actions, serving, wanted, demand, why), code)
 
 
 def allot(demand: Sequence[Demand], most: int) -> dict[int, int]:
@@ -155,11 +190,12 @@ def _insist(jobs: Sequence[OurJob], limits: Limits, now: float) -> list[Action]:
             continue  # nothing to name to Slurm yet
         if job.leaving is Leaving.NO:
             if job.waits and job.held:
-                actions.append(CancelPending(job.intent_id, f"Slurm holds it: {job.held}"))
+                actions.append(CancelPending(job.intent_id, f"Slurm holds it: {job.held}", Code.HELD))
         elif job.leaving is Leaving.GIVEN_BACK and job.waits:
-            actions.append(CancelPending(job.intent_id, "it was given back and is in the queue again"))
+            actions.append(CancelPending(job.intent_id, "it was given back and is in the queue again", Code.REQUEUED))
         elif now - job.asked_at >= limits.leave_s:
-            actions.append(Cancel(job.intent_id, f"it was {job.leaving} and is still there after {limits.leave_s:g} s"))
+            late = f"it was {job.leaving} and is still there after {limits.leave_s:g} s"
+            actions.append(Cancel(job.intent_id, late, Code.OVERDUE))
     return actions
 
 
@@ -175,17 +211,17 @@ def _surplus(jobs: Sequence[OurJob], demand: Sequence[Demand], allotted: Mapping
             left[job.run_id] -= 1
             continue
         if want is None:
-            why = "its run has no demand"
+            code, why = Code.NO_DEMAND, "its run has no demand"
         elif job.gpus != want.gpus_per_engine:
-            why = f"it has {job.gpus} GPUs and run {want.run} wants {want.gpus_per_engine} per engine"
+            code, why = Code.WRONG_SIZE, f"it has {job.gpus} GPUs and run {want.run} wants {want.gpus_per_engine} per engine"
         else:
-            why = f"run {want.run} may use {allotted[job.run_id]} engines: {want.reason}"
+            code, why = Code.OVER_SHARE, f"run {want.run} may use {allotted[job.run_id]} engines: {want.reason}"
         if job.waits:
-            pending.append(CancelPending(job.intent_id, why))
+            pending.append(CancelPending(job.intent_id, why, code))
         elif job.connected:
-            engines.append(GiveBack(job.intent_id, f"{why}; it holds {job.leases} leases"))
+            engines.append(GiveBack(job.intent_id, f"{why}; it holds {job.leases} leases", code))
         else:
-            engines.append(Cancel(job.intent_id, f"{why}; no engine of it is connected"))
+            engines.append(Cancel(job.intent_id, f"{why}; no engine of it is connected", code))
     return [*reversed(pending), *reversed(engines)]
 
 
@@ -202,18 +238,20 @@ def _submit(
     ours: Sequence[OurJob],
     limits: Limits,
     now: float,
-) -> tuple[list[Submit], str]:
-    """Jobs for what demand is not served, one run after the other, as far as room and limits go; and what stopped it."""
+) -> tuple[list[Submit], Code, str]:
+    """Jobs for what demand is not served, one run after the other, as far as room and limits go; and what stopped it, code and words."""
     have = Counter(job.run_id for job in serving)
     deficit = {d.run_id: allotted[d.run_id] - have[d.run_id] for d in demand}
     if not any(missing > 0 for missing in deficit.values()):
         capped = sum(d.engines for d in demand) > sum(allotted.values())
-        return [], f"max_engines = {limits.max_engines} is reached" if capped else ""
+        if capped:
+            return [], Code.MAX_ENGINES, f"max_engines = {limits.max_engines} is reached"
+        return [], Code.OWN_PENDING if any(job.waits for job in serving) else Code.SERVED, ""
     partition = view.partition(limits.partition)
     if partition is None or not partition.up:
-        return [], f"partition {limits.partition} is {'down' if partition else 'not there'}"
+        return [], Code.PARTITION_DOWN, f"partition {limits.partition} is {'down' if partition else 'not there'}"
     if now < limits.not_before:
-        return [], f"backs off: {limits.not_before_reason}"
+        return [], Code.BACKOFF, f"backs off: {limits.not_before_reason}"
     room = _room_of(view, ours, limits, now)
     exclude = tuple(sorted({node for node, _ in limits.quarantined} & partition.nodes))
     pending = sum(job.waits for job in ours)
@@ -224,8 +262,8 @@ def _submit(
             if deficit[want.run_id] <= 0:
                 continue
             stop = _stopped(engines, pending, limits)
-            if stop:
-                return submits, stop
+            if stop is not None:
+                return submits, *stop
             if not room.take(want.gpus_per_engine, limits.cpus_per_engine, limits.memory_mb_per_engine):
                 deficit[want.run_id] = 0
                 continue
@@ -233,15 +271,28 @@ def _submit(
             deficit[want.run_id] -= 1
             why = f"run {want.run}: {want.reason}; {room.explain()}"
             submits.append(Submit(want.run_id, want.run, limits.partition, want.gpus_per_engine, why, exclude=exclude))
-    return submits, "" if not room.refused else f"no room for more: {room.explain()}"
+    if room.refused:
+        return submits, _why_no_room(room), f"no room for more: {room.explain()}"
+    return submits, Code.OWN_PENDING, ""
 
 
-def _stopped(engines: int, pending: int, limits: Limits) -> str:
+def _stopped(engines: int, pending: int, limits: Limits) -> tuple[Code, str] | None:
     if engines >= limits.max_engines:
-        return f"max_engines = {limits.max_engines} is reached (leaving ones count)"
+        return Code.MAX_ENGINES, f"max_engines = {limits.max_engines} is reached (leaving ones count)"
     if pending >= limits.max_pending:
-        return f"max_pending = {limits.max_pending} is reached"
-    return ""
+        return Code.MAX_PENDING, f"max_pending = {limits.max_pending} is reached"
+    return None
+
+
+def _why_no_room(room: Room) -> Code:
+    """The first that took GPUs out of the room: what comes later would not have been asked."""
+    if room.claimed:
+        return Code.OTHERS_PENDING
+    if room.waiting:
+        return Code.OWN_PENDING
+    if room.headroom_gpus:
+        return Code.HEADROOM
+    return Code.QUARANTINE if room.closed else Code.NO_ROOM
 
 
 def _room_of(view: ClusterView, ours: Sequence[OurJob], limits: Limits, now: float) -> Room:

@@ -103,6 +103,12 @@ def classify(error: BaseException) -> WriterState:
     return WriterState.FAILED
 
 
+def overran(error: BaseException) -> bool:
+    """Whether a reader was ended because it took longer than it may (`store.open_readonly`), or was cancelled."""
+    cause = error.orig if isinstance(error, sa.exc.DBAPIError) else error
+    return getattr(cause, "sqlite_errorcode", 0) == sqlite3.SQLITE_INTERRUPT or getattr(cause, "sqlstate", None) == "57014"
+
+
 def explain(error: BaseException) -> str:
     """The driver's message on one line, without statement and parameters (they may be somebody's prompts)."""
     cause = error.orig if isinstance(error, sa.exc.DBAPIError) and error.orig is not None else error

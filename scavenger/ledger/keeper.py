@@ -1,7 +1,7 @@
 """The daemon's task that applies retention, a portion at a time, while the writer has little else to do.
 
 Owns when: it looks at the runs now and then, step after step, and waits for each portion's commit. `retention` owns what may be done.
-It holds a mark a run in memory; a restarted daemon looks at the old steps once more and finds them done.
+It holds a mark a run in memory, up to which it asks nothing more; a restarted daemon begins at the first step with contents to reduce.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import structlog
 from scavenger.errors import LedgerError
 from scavenger.ledger import queries, reader
 from scavenger.ledger.records import Record
-from scavenger.ledger.retention import Policy, RunSight, SampleSight, limit, plan
+from scavenger.ledger.retention import BECOMES, Policy, RunSight, SampleSight, limit, plan
 
 log = structlog.get_logger()
 
@@ -44,7 +44,7 @@ class Keeper:
         self._engine, self._policy = engine, policy
         self._commit, self._backlog_bytes, self._clock = commit, backlog_bytes, clock
         self._look_s = LOOK_S if look_s is None else look_s
-        self._done: dict[tuple[int, int], int] = {}  # (run_id, attempt) -> the last step that was dealt with
+        self._done: dict[tuple[int, int], int] = {}  # (run_id, attempt) -> the step up to which all was dealt with
 
     async def run(self, stop: asyncio.Event) -> None:
         """Apply the policy until `stop`. A ledger that cannot be read is tried again at the next look."""
@@ -65,7 +65,9 @@ class Keeper:
 
     async def _keep(self, run: RunSight) -> int:
         done, bound, samples, tokens = self._done.get((run.run_id, run.attempt), -1), limit(run, self._policy), 0, 0
-        while (step := await asyncio.to_thread(_next_step, self._engine, run.run_id, done, bound)) is not None:
+        if done >= bound:
+            return 0
+        while (step := await asyncio.to_thread(_next_step, self._engine, run.run_id, done, bound, self._policy.to)) is not None:
             sights = await asyncio.to_thread(sample_sights, self._engine, run.run_id, step)
             for portion in plan(run, sights, self._policy, self._clock()):
                 while self._backlog_bytes() > QUIET_BYTES:
@@ -74,6 +76,7 @@ class Keeper:
                 samples, tokens = samples + len(portion.record.sample_ids), tokens + portion.tokens
                 log.debug("retention", run=run.run_id, samples=len(portion.record.sample_ids), to=portion.record.to, reason=portion.reason)
             self._done[run.run_id, run.attempt] = done = step
+        self._done[run.run_id, run.attempt] = bound
         if samples:
             log.info("retention", run=run.run_id, samples=samples, tokens=tokens, to=self._policy.to, up_to_step=bound)
         return samples
@@ -81,11 +84,11 @@ class Keeper:
 
 def run_sights(engine: sa.Engine) -> list[RunSight]:
     """Every run."""
-    kept: dict[int, list[int]] = defaultdict(list)
-    for run_id, step in reader.rows(engine, "SELECT run_id, step FROM checkpoints WHERE rewound_by IS NULL").rows:
-        kept[run_id].append(step)
+    saved: dict[int, list[tuple[int, str]]] = defaultdict(list)
+    for run_id, step, kept in reader.rows(engine, queries.load("retention_checkpoints")).rows:
+        saved[run_id].append((step, kept))
     found = reader.rows(engine, queries.load("retention_runs")).rows
-    return [RunSight(run_id, attempt, last, reader.final_step(config, kept[run_id])) for run_id, attempt, last, config in found]
+    return [RunSight(run_id, attempt, last, reader.final_step(config, saved[run_id])) for run_id, attempt, last, config in found]
 
 
 def sample_sights(engine: sa.Engine, run_id: int, step: int) -> list[SampleSight]:
@@ -94,9 +97,9 @@ def sample_sights(engine: sa.Engine, run_id: int, step: int) -> list[SampleSight
     return [SampleSight(*row) for row in rows]
 
 
-def _next_step(engine: sa.Engine, run_id: int, done: int, bound: int) -> int | None:
-    if done >= bound:
-        return None
-    answer = reader.rows(engine, queries.load("retention_step"), {"run_id": run_id, "done": done, "bound": bound})
-    step: int | None = answer.rows[0][0]
-    return step
+def _next_step(engine: sa.Engine, run_id: int, done: int, bound: int, to: str) -> int | None:
+    """The first step after `done` and up to `bound` with a sample whose contents may become `to`."""
+    before = max((contents for contents in BECOMES[to] if contents is not None), default="")
+    wanted = {"run_id": run_id, "done": done, "bound": bound, "before": before}
+    found = [step for (step,) in reader.rows(engine, queries.load("retention_step"), wanted).rows]
+    return min(found, default=None)

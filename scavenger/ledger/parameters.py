@@ -41,7 +41,7 @@ def tuples(names: tuple[str, ...], make: Rows, records: Sequence[Any]) -> tuple[
     fields = [name.removeprefix("p_") for name in names]
     values = map(attrgetter(*fields), records)
     rows: list[tuple[Any, ...]] = list(values) if len(fields) > 1 else [(value,) for value in values]
-    if str in types:
+    if any("\0" in text for at, kind in enumerate(types) if kind is str for text in {row[at] for row in rows} if text):
         rows = [tuple(map(_clean, row)) for row in rows]
     return types, rows
 

@@ -1,9 +1,9 @@
-"""Deleting a run's contents (tokens, logprobs, prompts and what came with them) and keeping its accounting. Owns the transactions.
+"""Deleting a run's contents and keeping its accounting. Contents: tokens, logprobs, prompts, what came with them, a trainer's words.
 
-The only writer beside the daemon's. It may be: each of its transactions first locks the run's row and refuses unless the run has
-ended, and nobody writes to an ended run but an attempt that opens it again, whose grant changes that row. The daemon reads an opened
-run's history after that grant, so it sees a portion's contents as gone or keeps them. Rows stay, with empty payloads: every sum,
-count and time over them is what it was.
+Owns the transactions. The only writer beside the daemon's. It may be: each of its transactions first locks the run's row and refuses
+unless the run has ended, and nobody writes to an ended run but an attempt that opens it again, whose grant changes that row. The daemon
+reads an opened run's history after that grant, so it sees a portion's contents as gone or keeps them. Rows stay, with empty payloads:
+every sum, count and time over them is what it was.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sqlalchemy as sa
 from scavenger.errors import LedgerError
 from scavenger.ledger import reader, store
 from scavenger.ledger.faults import FINAL, REMEDIES, classify, explain
-from scavenger.ledger.schema import chunks, groups, runs, samples
+from scavenger.ledger.schema import chunks, groups, runs, sample_ends, samples
 from scavenger.ledger.transaction import open_connection
 
 T = TypeVar("T")
@@ -27,6 +27,8 @@ T = TypeVar("T")
 PORTION_GROUPS = 32
 _PATIENCE_S = 60.0
 _PAUSE_S = 0.2
+#: Instead of the words of a trainer: ours quotes nothing, but a site's own may, and those of earlier releases did.
+PURGED = "purged"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class Contents:
 
 def survey(url: str, name: str) -> Contents:
     """What `purge` would delete now. Raises `LedgerError` for an unknown run or one that has not ended."""
-    engine = store.open_readonly(url)
+    engine = store.open_readonly(url, store.MAINTENANCE_S)
     try:
         with engine.connect() as connection:
             store.require_head(connection)
@@ -134,6 +136,8 @@ def _portion(connection: sa.Connection, run_id: int, name: str, after: int) -> i
         .values(tokens=b"", logprobs=b"", raw_logprobs=b"")
     )  # fmt: skip
     connection.execute(sa.update(samples).where(samples.c.group_id.in_(found)).values(contents="purged"))
+    for said, theirs in ((samples, samples.c.group_id.in_(found)), (sample_ends, sample_ends.c.sample_id.in_(members))):
+        connection.execute(sa.update(said).where(theirs, said.c.state == "masked", said.c.reason != "").values(reason=PURGED))
     length = sa.func.coalesce(groups.c.purged_prompt_tokens, sa.func.length(groups.c.prompt, type_=sa.Integer) // 4)
     connection.execute(sa.update(groups).where(groups.c.group_id.in_(found)).values(prompt=b"", meta="", purged_prompt_tokens=length))
     return int(found[-1])
@@ -141,4 +145,5 @@ def _portion(connection: sa.Connection, run_id: int, name: str, after: int) -> i
 
 def _finish(connection: sa.Connection, run_id: int, name: str, now: float) -> None:
     _lock(connection, run_id, name)
-    connection.execute(sa.update(runs).where(runs.c.run_id == run_id).values(purged_at=now))
+    words = sa.case((runs.c.state.in_(("failed", "stopped")) & (runs.c.reason != ""), PURGED), else_=runs.c.reason)
+    connection.execute(sa.update(runs).where(runs.c.run_id == run_id).values(purged_at=now, reason=words))

@@ -18,7 +18,8 @@ import sqlalchemy as sa
 from scavenger.errors import LedgerError, LedgerUnavailable
 from scavenger.ledger import queries
 from scavenger.ledger import records as r
-from scavenger.ledger.faults import FINAL, REMEDIES, classify, explain
+from scavenger.ledger.faults import FINAL, REMEDIES, classify, explain, overran
+from scavenger.ledger.store import MAINTENANCE_S, READER_S
 from scavenger.wire import unpack_logprobs, unpack_tokens
 
 Piece = tuple[int, bytes, bytes, bytes]  # start_len, tokens, logprobs, raw_logprobs
@@ -116,17 +117,22 @@ def join_chunks(sample_id: int, pieces: Iterable[Piece], length: int) -> Payload
 
 #: Samples named in one statement: SQLite takes 32,766 parameters at most, and a long list is slow to parse.
 _MOST_NAMED = 500
+_OVERRAN = f"readers are ended after {READER_S:g} s ({MAINTENANCE_S:g} s in a check), for the daemon's sake: ask for less, or export it"
 _RESTORE = "run `scavenger ledger check`, and restore the last backup if it finds more"
 
 
-def final_step(config: str, checkpoint_steps: Sequence[int]) -> int:
+def final_step(config: str, checkpoints: Sequence[tuple[int, str]]) -> int:
     """The step up to which consumption is final: that of the oldest checkpoint that is kept, -1 when there is none.
 
-    The trainer keeps the newest `checkpoint.keep` of its configuration (JSON); where that does not say, all count as kept.
+    `checkpoints`: (step, kept) of the surviving records, those of one step in the order of their time. The newest says which are kept.
+    Where its trainer did not, they are the newest `checkpoint.keep` of the run's configuration (JSON), or all if that does not say either.
     """
+    newest = max(range(len(checkpoints)), key=lambda i: (checkpoints[i][0], i), default=None)
+    if newest is not None and checkpoints[newest][1]:
+        return int(min(json.loads(checkpoints[newest][1])))
     section = json.loads(config).get("checkpoint") if config else None
     keep = section.get("keep") if isinstance(section, dict) else None
-    kept = sorted(set(checkpoint_steps))
+    kept = sorted({step for step, _ in checkpoints})
     if isinstance(keep, int) and keep > 0:
         kept = kept[-keep:]
     return kept[0] if kept else -1
@@ -147,6 +153,8 @@ def _reading(engine: sa.Engine) -> Iterator[sa.Connection]:
     except sa.exc.DBAPIError as error:
         state = classify(error)
         why = f"the ledger cannot be read: {explain(error)}"
+        if overran(error):
+            raise LedgerUnavailable(why, _OVERRAN) from error
         raise LedgerError(why) if state in FINAL else LedgerUnavailable(why, REMEDIES[state]) from error
 
 
@@ -174,7 +182,7 @@ def read_snapshot(engine: sa.Engine) -> r.Snapshot:
         for run in runs:
             if run.ended:
                 continue  # nothing of it is in flight; a resume reads its groups by `replay_groups`
-            final = final_step(run.config, [checkpoint.step for checkpoint in run.checkpoints])
+            final = final_step(run.config, [(checkpoint.step, checkpoint.kept) for checkpoint in run.checkpoints])
             # An attempt that resumed from an older checkpoint than those that are kept may replay from there.
             groups.extend(_groups(connection, run.created.run_id, min(final, run.last_step)))
         workers = tuple(r.WorkerState(_struct(r.WorkerJoined, row, at="joined_at")) for row in _ask(connection, "snapshot_workers"))

@@ -22,7 +22,7 @@ import sqlalchemy as sa
 from scavenger.errors import LedgerError
 from scavenger.ledger import queries
 from scavenger.ledger.reader import Table, rows
-from scavenger.ledger.store import head, open_readonly
+from scavenger.ledger.store import MAINTENANCE_S, head, open_readonly
 
 Format = Literal["table", "csv", "json"]
 _WIDTH = 200
@@ -49,7 +49,7 @@ def report(url: str, name: str, format: Format = "table") -> str:
 
 def check(url: str) -> list[str]:
     """Everything that is wrong with the ledger, one line each; empty when it is sound. Raises `LedgerError` when it cannot be read."""
-    engine = open_readonly(url)
+    engine = open_readonly(url, MAINTENANCE_S)
     try:
         if found := _check_revision(engine):
             return found

@@ -2,7 +2,7 @@
 
 Owns the rule (I3): a group is left alone while a resume from any kept checkpoint may deliver it again, while one of its samples is in
 flight, and until its run has taken `steps` further optimizer steps. It knows no database: `keeper` reads the sights and submits the
-portions, `reduce` carries one out in the writer's transaction.
+portions, `compaction` carries one out in the writer's transaction.
 """
 
 from __future__ import annotations

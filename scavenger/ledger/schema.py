@@ -155,6 +155,7 @@ checkpoints = Table(
     _text("path"),
     _time("recorded_at"),
     Column("rewound_by", Int, nullable=True),
+    _later_text("kept"),  # steps whose checkpoints the trainer kept then, as JSON; "" = it did not say
     Index("ix_checkpoints_run", "run_id", "step"),
 )
 
@@ -368,6 +369,7 @@ decisions = Table(
     _text("reason"),
     _text("inputs"),
     _time("at"),
+    _later_text("code"),  # the reason in a word (`harvest.policy.Code`); "" = decided before codes were noted
     Index("ix_decisions_at", "at"),
 )
 

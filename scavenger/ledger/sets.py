@@ -6,7 +6,9 @@ of `VALUES` on SQLite and of `unnest` over arrays on PostgreSQL, and the row's s
 
     UPDATE t SET c = v.p_x FROM (...) AS v WHERE t.k = v.p_k            INSERT INTO t (c) SELECT v.p_x FROM (...) AS v
 
-The expressions are those of the row's own statement, with `v`'s columns for its parameters. An UPDATE ... FROM changes a row once, so rows
+The expressions are those of the row's own statement, with `v`'s columns for its parameters. Several statements over the same rows (a
+lease's end and the next one's grant touch three) share one `v`, which is sent once: a temporary table on SQLite, and on PostgreSQL one
+statement whose parts all read it. An UPDATE ... FROM changes a row once, so rows
 that name the same key go into statements of their own, in their order (`layers`).
 """
 
@@ -16,6 +18,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import sqlalchemy as sa
@@ -100,6 +103,40 @@ def _run_layer(connection: sa.Connection, shape: Shape, kinds: tuple[type, ...],
     return connection.exec_driver_sql(_postgres(shape, types), arrays).rowcount
 
 
+def joint_names(shapes: tuple[Shape, ...]) -> tuple[str, ...]:
+    """Every parameter of any of the shapes, once."""
+    return tuple(dict.fromkeys(name for shape in shapes for name in shape.names))
+
+
+def apart(shapes: tuple[Shape, ...], names: tuple[str, ...], rows: Sequence[tuple[Any, ...]]) -> bool:
+    """Whether no two rows name the same key of a shape: only then no shape depends on what another one made of an earlier row."""
+    for keys in {shape.keys for shape in shapes if shape.keys}:
+        of = itemgetter(*(names.index(f"p_{key}") for key in keys))
+        if len(set(map(of, rows))) < len(rows):
+            return False
+    return True
+
+
+def run_jointly(
+    connection: sa.Connection, shapes: tuple[Shape, ...], kinds: tuple[type, ...], rows: Sequence[tuple[Any, ...]]
+) -> list[int]:
+    """Run all shapes with every row (in the order of `joint_names`), where `apart` allows it; how many rows each of them changed."""
+    if connection.dialect.name != "sqlite":
+        types = tuple(_POSTGRES_TYPES[kind] for kind in kinds)
+        columns = list(zip(*rows, strict=True))
+        single = tuple(kind not in _AS_TEXT and len(set(column)) == 1 for kind, column in zip(types, columns, strict=True))
+        made = (c[0] if one else _array(kind, c) for kind, c, one in zip(types, columns, single, strict=True))
+        counts = connection.exec_driver_sql(_postgres_joint(shapes, types, single), tuple(made)).one()
+        return [int(count) for count in counts]
+    names = joint_names(shapes)
+    connection.exec_driver_sql(f"CREATE TEMP TABLE IF NOT EXISTS {_stage(names)} ({', '.join(names)})")
+    for part in parts(rows, min(SQLITE_ROWS, _SQLITE_PARAMETERS // len(names))):
+        connection.exec_driver_sql(_sqlite_stage(names, len(part)), tuple(chain.from_iterable(part)))
+    changed = [connection.exec_driver_sql(statement).rowcount for statement in _sqlite_joint(shapes)]
+    connection.exec_driver_sql(f"DELETE FROM {_stage(names)}")
+    return changed
+
+
 def parts(rows: Sequence[tuple[Any, ...]], most: int) -> Iterator[Sequence[tuple[Any, ...]]]:
     """Consecutive rows in lists whose lengths are powers of two, of `most` at most."""
     at, size = 0, 1 << (most.bit_length() - 1)
@@ -129,6 +166,40 @@ def _sqlite(shape: Shape, rows: int) -> str:
 def _postgres(shape: Shape, types: tuple[str, ...]) -> str:
     arrays = ", ".join(f"%s::{kind}[]" for kind in types)
     return _over(shape, _DIALECTS["postgresql"].dialect(), f"unnest({arrays}) AS v({', '.join(shape.names)})")
+
+
+def _stage(names: tuple[str, ...]) -> str:
+    """The temporary table for rows of these parameters; of one connection, and empty between transactions."""
+    return "temp.v_" + "_".join(name.removeprefix("p_") for name in names)
+
+
+@functools.cache
+def _sqlite_stage(names: tuple[str, ...], rows: int) -> str:
+    row = "(" + ",".join("?" * len(names)) + ")"
+    return f"INSERT INTO {_stage(names)} VALUES {','.join([row] * rows)}"
+
+
+@functools.cache
+def _sqlite_joint(shapes: tuple[Shape, ...]) -> tuple[str, ...]:
+    return tuple(_over(shape, _DIALECTS["sqlite"].dialect(), f"{_stage(joint_names(shapes))} AS v") for shape in shapes)
+
+
+@functools.cache
+def _postgres_joint(shapes: tuple[Shape, ...], types: tuple[str, ...], single: tuple[bool, ...]) -> str:
+    """One statement: `v`, each shape as a part of it, and what each changed. A value that all rows share travels once."""
+    names = joint_names(shapes)
+    dialect = _DIALECTS["postgresql"].dialect()
+    given = {name: f"u.{name}" for name, one in zip(names, single, strict=True) if not one}
+    # Parameters stand in the order of `names`: arrays and single values mixed, so each is a column of its own.
+    columns = ", ".join(
+        f"%s::{kind} AS {name}" if one else f"%s::{kind}[] AS {name}" for name, kind, one in zip(names, types, single, strict=True)
+    )
+    arrays = ", ".join(f"g.{name}" for name in given)
+    rows = ", ".join(given.get(name, f"g.{name}") for name in names)
+    parts = [f"v AS MATERIALIZED (SELECT {rows} FROM (SELECT {columns}) AS g, unnest({arrays}) AS u({', '.join(given)}))"]
+    parts += [f"s{n} AS ({_over(shape, dialect, 'v')} RETURNING 1)" for n, shape in enumerate(shapes)]
+    counts = ", ".join(f"(SELECT count(*) FROM s{n})" for n in range(len(shapes)))
+    return f"WITH {', '.join(parts)} SELECT {counts}"
 
 
 def _over(shape: Shape, dialect: Any, v: str) -> str:

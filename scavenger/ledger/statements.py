@@ -93,6 +93,11 @@ def _at_least(column: sa.Column[Any], field: str) -> sa.Case[Any]:
     return sa.case((column < value, value), else_=column)
 
 
+def _next(field: str) -> sa.ColumnElement[Any]:
+    """One more than a field."""
+    return bindparam(f"p_{field}", type_=t.Int) + 1
+
+
 def _kind(*statements: Statement, creates: str = "", uses: str = "", sets: str = "") -> Kind:
     return Kind(statements, frozenset(creates.split()), frozenset(uses.split()), frozenset(sets.split()))
 
@@ -151,7 +156,7 @@ KINDS: dict[type[Record], Kind] = {
         uses="runs", sets="steps.rewound checkpoints.rewound",
     ),
     r.CheckpointRecorded: _kind(
-        _insert(t.checkpoints, **_same(t.checkpoints, "run_id step version root path"), recorded_at=":at"),
+        _insert(t.checkpoints, **_same(t.checkpoints, "run_id step version root path kept"), recorded_at=":at"),
         creates="checkpoints", sets="checkpoints.rewound",
     ),
     r.GroupCreated: _kind(
@@ -196,11 +201,26 @@ KINDS: dict[type[Record], Kind] = {
         ),
         uses="leases samples",
     ),
+    # New rows first: a sample may move twice in one batch.
+    r.LeaseMoved: _kind(
+        _insert(
+            t.leases, **_same(t.leases, "sample_id worker_id version"), epoch=_next("epoch"),
+            start_len=":length", end_len=":length", regenerated=0, reason="", granted_at=":at",
+        ),
+        _update(t.leases, "sample_id epoch", **_same(t.leases, "reason regenerated"), end_len=":length", ended_at=":at"),
+        _update(
+            t.samples, "sample_id", worker_id=":worker_id", epoch=_next("epoch"),
+            moves=t.samples.c.moves + sa.case((_p("length") > 0, 1), else_=0),
+            accepted_len=_at_least(t.samples.c.accepted_len, "length"),
+            regenerated=t.samples.c.regenerated + bindparam("p_regenerated", type_=t.Int),
+        ),
+        creates="leases", uses="leases samples", sets="samples.epoch",
+    ),
     r.ChunkAccepted: _kind(
         _update(t.samples, "sample_id", lengths, accepted_len=_at_least(t.samples.c.accepted_len, "length")),
         creates="chunks", uses="samples",
     ),
-    # Its statements depend on what the chunks hold: `reduce` runs them. No attempt may be granted in between, no chunk follow.
+    # Its statements depend on what the chunks hold: `compaction` runs them. No attempt may be granted in between, no chunk follow.
     r.ContentsReduced: _kind(uses="samples chunks leases", sets="samples.state runs.attempt"),
     r.SampleFinished: _kind(
         _update(
@@ -274,7 +294,7 @@ KINDS: dict[type[Record], Kind] = {
         creates="cluster_samples",
     ),
     r.Decision: _kind(
-        _insert(t.decisions, **_same(t.decisions, "policy action subject reason inputs at")),
+        _insert(t.decisions, **_same(t.decisions, "policy action subject reason inputs at code")),
         creates="decisions",
     ),
     r.Event: _kind(
@@ -318,6 +338,7 @@ def arrange(records: Iterable[Record]) -> list[Batch]:
 
 _LIMIT = 2**63
 _FLAT_BYTES = 400
+_LEASES = frozenset({r.LeaseGranted, r.LeaseEnded, r.LeaseMoved})
 
 
 def weigh(record: Record) -> int:
@@ -328,6 +349,8 @@ def weigh(record: Record) -> int:
     """
     if type(record) is r.ChunkAccepted:  # the hot one; its integers are the core's own
         return _FLAT_BYTES + len(record.tokens) + len(record.logprobs) + len(record.raw_logprobs)
+    if type(record) in _LEASES:  # as many at once as a lost fleet had samples; the core's own integers too
+        return _FLAT_BYTES
     size = _FLAT_BYTES
     for name in record.__struct_fields__:
         value = getattr(record, name)
@@ -348,5 +371,3 @@ def describe(record: Record) -> str:
 def kinds() -> tuple[type[Record], ...]:
     """Every record kind that exists, whether or not `KINDS` knows it."""
     return tuple(kind for kind in vars(r).values() if isinstance(kind, type) and issubclass(kind, Record) and kind is not Record)
-
-

@@ -38,7 +38,12 @@ _PAGE_CACHE_KIB = 65_536
 #: A chunk of 32 tokens takes 450 bytes: on pages of 8 KiB a commit writes fewer of them, and costs a third less than on 4 KiB.
 _PAGE_BYTES = 8_192
 _WAL_CHECKPOINT_PAGES = 4_000
-_READER_TIMEOUT_MS = 60_000
+#: A reader keeps SQLite's log from being written back, and PostgreSQL's rows from vacuum, for as long as it reads.
+READER_S = 60.0
+#: For what reads the whole ledger and is run seldom, by who knows that it takes its time.
+MAINTENANCE_S = 3600.0
+#: Steps of SQLite's virtual machine between two looks at the clock: some tenths of a millisecond.
+_LOOK_STEPS = 10_000
 _WRITER_LOCK_TIMEOUT_MS = 10_000
 #: A daemon that stands still in mid-transaction (stopped, a frozen host) holds its generation's row: PostgreSQL ends that transaction
 #: before the successor's wait for the row does. One that wakes tries the same transaction again, or finds itself fenced.
@@ -65,7 +70,7 @@ def mount_type(path: str, mounts: str) -> str:
     return found
 
 
-def _refuse_network_file_system(directory: Path) -> None:
+def refuse_network_file_system(directory: Path) -> None:
     mounts = Path("/proc/mounts")
     if not mounts.exists():  # not Linux: nothing to read, and no cluster node either
         return
@@ -100,7 +105,7 @@ def _prepare_file(path: Path) -> None:
     """
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _refuse_network_file_system(path.parent)
+        refuse_network_file_system(path.parent)
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         if path.stat().st_mode & 0o077:
             path.chmod(0o600)
@@ -125,18 +130,21 @@ def open_engine(url: str) -> sa.Engine:
     return _postgres_engine(parsed, f"-c synchronous_commit=on {limits}")
 
 
-def open_readonly(url: str) -> sa.Engine:
+def open_readonly(url: str, most_s: float | None = None) -> sa.Engine:
     """An engine that cannot write. Raises `LedgerError` when there is no such ledger.
 
-    Keep its transactions short: a reader that stays open keeps SQLite's log from shrinking and PostgreSQL's rows from vacuum.
+    Keep its transactions short: a reader that stays open keeps SQLite's log from shrinking and PostgreSQL's rows from vacuum. A
+    statement is ended after `most_s` seconds (`READER_S`), with SQLite those since its transaction began; see `faults.overran`.
     """
     parsed = parse(url)
+    bound_s = READER_S if most_s is None else most_s
     if parsed.drivername == "sqlite":
         path = Path(str(parsed.database))
         if not path.is_file():
             raise LedgerError(f"there is no ledger at {path}", "start the daemon once, or check daemon.state_dir and daemon.ledger")
-        return _sqlite_engine(f"file:{quote(str(path.absolute()))}?mode=ro", writes=False)
-    return _postgres_engine(parsed, f"-c default_transaction_read_only=on -c statement_timeout={_READER_TIMEOUT_MS}")
+        return _sqlite_engine(f"file:{quote(str(path.absolute()))}?mode=ro", writes=False, most_s=bound_s)
+    # 0 would be no bound at all.
+    return _postgres_engine(parsed, f"-c default_transaction_read_only=on -c statement_timeout={max(1, round(1000 * bound_s))}")
 
 
 def sqlite_file(url: str) -> Path | None:
@@ -145,7 +153,7 @@ def sqlite_file(url: str) -> Path | None:
     return Path(str(parsed.database)) if parsed.drivername == "sqlite" else None
 
 
-def _sqlite_engine(uri: str, *, writes: bool) -> sa.Engine:
+def _sqlite_engine(uri: str, *, writes: bool, most_s: float | None = None) -> sa.Engine:
     def connect() -> sqlite3.Connection:
         # isolation_level None: the driver opens no transaction of its own, `begin` below does.
         connection = sqlite3.connect(uri, uri=True, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
@@ -160,10 +168,19 @@ def _sqlite_engine(uri: str, *, writes: bool) -> sa.Engine:
     engine = sa.create_engine("sqlite://", creator=connect, poolclass=NullPool)
 
     def begin(connection: sa.Connection) -> None:
+        if most_s is not None:
+            _end_after(connection, most_s)
         connection.exec_driver_sql(f"BEGIN {connection.get_execution_options().get(BEGIN, 'DEFERRED')}")
 
     sa.event.listen(engine, "begin", begin)
     return engine
+
+
+def _end_after(connection: sa.Connection, most_s: float) -> None:
+    """SQLite has no timeout of its own for a statement: it asks this handler now and then, and is interrupted by a true answer."""
+    deadline = time.monotonic() + most_s
+    raw: Any = connection.connection.dbapi_connection
+    raw.set_progress_handler(lambda: time.monotonic() > deadline, _LOOK_STEPS)
 
 
 def _postgres_engine(url: sa.URL, options: str) -> sa.Engine:

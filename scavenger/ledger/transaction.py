@@ -23,9 +23,9 @@ import sqlalchemy as sa
 from scavenger.errors import Fenced, LedgerError
 from scavenger.ledger import sets
 from scavenger.ledger.bulk import append_chunks
-from scavenger.ledger.parameters import tuples
+from scavenger.ledger.compaction import reduce_contents
+from scavenger.ledger.parameters import each, tuples
 from scavenger.ledger.records import ChunkAccepted, ContentsReduced, Record
-from scavenger.ledger.reduce import reduce_contents
 from scavenger.ledger.schema import generations
 from scavenger.ledger.statements import KINDS, Statement, arrange, describe
 from scavenger.ledger.store import BEGIN, require_head
@@ -34,7 +34,9 @@ _g = generations.c
 _ADVANCE = (
     sa.update(generations)
     .where(
-        _g.generation == sa.bindparam("mine"), _g.uid == sa.bindparam("my_uid"), _g.batch == sa.bindparam("before"),
+        _g.generation == sa.bindparam("mine"),
+        _g.uid == sa.bindparam("my_uid"),
+        _g.batch == sa.bindparam("before"),
         _g.superseded_at.is_(None),
     )
     .values(batch=_g.batch + 1, committed_at=sa.bindparam("now", type_=sa.Double))
@@ -75,9 +77,7 @@ def open_connection(engine: sa.Engine) -> sa.Connection:
     return engine.connect().execution_options(**{BEGIN: "IMMEDIATE"})
 
 
-def grant_generation(
-    engine: sa.Engine, host: str, pid: int, code_version: str, now: float, announced: Announced = NOBODY
-) -> Generation:
+def grant_generation(engine: sa.Engine, host: str, pid: int, code_version: str, now: float, announced: Announced = NOBODY) -> Generation:
     """Become the ledger's only writer: supersede every older generation and return the new one.
 
     Raises `LedgerError` unless the schema is current; what the driver raises passes through.
@@ -138,8 +138,7 @@ def commit_batch(connection: sa.Connection, generation: Generation, batch: int, 
         if not _advance(connection, generation, batch, now):
             return False
         for kind, same in arrange(records):
-            for statement in KINDS[kind].statements:
-                _run(connection, statement, same)
+            _run_all(connection, KINDS[kind].statements, same)
             if kind is ChunkAccepted:
                 append_chunks(connection, [record for record in same if isinstance(record, ChunkAccepted)])
             elif kind is ContentsReduced:
@@ -165,6 +164,20 @@ def _advance(connection: sa.Connection, generation: Generation, batch: int, now:
     raise Fenced(f"this daemon's generation {generation} of the ledger is over: {owner} owns it", "stop this daemon")
 
 
+def _run_all(connection: sa.Connection, statements: tuple[Statement, ...], records: Sequence[Record]) -> None:
+    """The statements of one kind, in order: over one table of their parameters where they have it in common."""
+    shapes = tuple(s.shape for s in statements if s.shape is not None and s.rows is each)
+    if 1 < len(shapes) == len(statements) and len(records) >= sets.FEWEST and sets.possible(connection):
+        names = sets.joint_names(shapes)
+        types, rows = tuples(names, each, records)
+        if sets.apart(shapes, names, rows):
+            for statement, changed in zip(statements, sets.run_jointly(connection, shapes, types, rows), strict=True):
+                _compare(statement, records, len(rows), changed)
+            return
+    for statement in statements:
+        _run(connection, statement, records)
+
+
 def _run(connection: sa.Connection, statement: Statement, records: Sequence[Record]) -> None:
     if statement.shape is not None and len(records) >= sets.FEWEST and sets.possible(connection):
         types, rows = tuples(statement.shape.names, statement.rows, records)
@@ -173,6 +186,10 @@ def _run(connection: sa.Connection, statement: Statement, records: Sequence[Reco
         single = list(statement.rows(records))
         wanted = len(single)
         changed = connection.execute(statement.sql, single).rowcount if single else 0
+    _compare(statement, records, wanted, changed)
+
+
+def _compare(statement: Statement, records: Sequence[Record], wanted: int, changed: int) -> None:
     if statement.must_match and changed != wanted:
         raise LedgerError(
             f"{wanted - changed} of {wanted} {type(records[0]).__name__} records name a row that is not there, "

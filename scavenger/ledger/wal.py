@@ -1,19 +1,24 @@
-"""SQLite's write-ahead log: how large it is, and what is tried when it stays large. PostgreSQL looks after its own.
+"""SQLite's write-ahead log: when it is written back, how large it is, what is tried when it stays large. PostgreSQL looks after its own.
 
-SQLite writes the log back into the file by itself, but never past the oldest reader that is still in a transaction: one that stays open
-makes the log grow with every commit. Readers of ours have a deadline; somebody's `sqlite3` may not. Owns the bound and the attempts to
-bring the log back below it; they never wait for a reader, because the writer would.
+Left alone, SQLite writes the log back within the commit that made it long, and all that this commit made durable waits for that: tens of
+MB and two syncs. So the writer's connection does not, and the watch does it once the commit was acknowledged. It never gets past the
+oldest reader that is still in a transaction: one that stays open makes the log grow with every commit. Readers of ours have a deadline;
+somebody's `sqlite3` may not. Owns the bound and the attempts to bring the log back below it; they never wait for a reader, because the
+writer would.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import sqlalchemy as sa
 import structlog
 
 log = structlog.get_logger()
 
+#: About so much is written between two checkpoints; a log of a few tens of MB costs little to read and to write back.
+CHECKPOINT_BYTES = 32 * 1024 * 1024
 #: A log beyond this is said, and tried to be written back whole after every `RETRY_S` of commits.
 MOST_BYTES = 256 * 1024 * 1024
 RETRY_S = 1.0
@@ -22,24 +27,38 @@ SAY_S = 60.0
 
 
 class WalWatch:
-    """Called by the writer after its commits. `nbytes` may be read from any thread."""
+    """Called by the writer after its commits. The figures may be read from any thread: the log's size, and how often a log that was
+    too large could be written back whole, or could not because somebody was reading."""
 
-    def __init__(self, engine: sa.Engine, path: Path | None, most_bytes: int = MOST_BYTES) -> None:
+    def __init__(
+        self, engine: sa.Engine, path: Path | None, most_bytes: int = MOST_BYTES, checkpoint_bytes: int = CHECKPOINT_BYTES
+    ) -> None:
         self._engine = engine
         self._file = path.with_name(path.name + "-wal") if path is not None else None
-        self._most_bytes = most_bytes
+        self._most_bytes, self._checkpoint_bytes = most_bytes, checkpoint_bytes
+        self._written = 0  # bytes of records since the log was written back last
         self._tried_at = self._said_at = float("-inf")
-        self.nbytes = 0
+        self.nbytes = self.written_back = self.blocked = 0
 
-    def look(self, now: float) -> None:
-        """Measure the log, and try to write it back when it is too large. Raises what the driver raises."""
+    def take_over(self, connection: sa.Connection) -> None:
+        """This connection's commits no longer write the log back."""
+        if self._file is not None:
+            driver: Any = connection.connection.driver_connection
+            driver.execute("PRAGMA wal_autocheckpoint=0").close()
+
+    def look(self, now: float, nbytes: int) -> None:
+        """After a commit of `nbytes` of records: write the log back when it is time, measure it. Raises what the driver raises."""
         if self._file is None:
             return
+        self._written += nbytes
+        if self._written >= self._checkpoint_bytes:
+            self._written = 0
+            self._write_back("PASSIVE")
         was_large = self.nbytes > self._most_bytes
         self._measure()
         if self.nbytes > self._most_bytes and now - self._tried_at >= RETRY_S:
             self._tried_at = now
-            self._write_back()
+            self._write_back("TRUNCATE")
             self._measure()
         large = self.nbytes > self._most_bytes
         if large and now - self._said_at >= SAY_S:
@@ -58,13 +77,15 @@ class WalWatch:
         except FileNotFoundError:  # nothing was written since it was last closed
             self.nbytes = 0
 
-    def _write_back(self) -> None:
-        """A whole checkpoint that truncates the log, at once or not at all. On a connection of its own, outside any transaction."""
+    def _write_back(self, how: str) -> None:
+        """A checkpoint: as much as readers allow, or a whole one that truncates the log, at once or not at all. On its own connection."""
         driver = self._engine.raw_connection()
         try:
             cursor = driver.cursor()
             cursor.execute("PRAGMA busy_timeout=0")
-            cursor.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+            busy, *_ = cursor.execute(f"PRAGMA wal_checkpoint({how})").fetchone()
             cursor.close()
         finally:
             driver.close()
+        if how == "TRUNCATE":  # the others write back what they can, and count nothing
+            self.blocked, self.written_back = self.blocked + bool(busy), self.written_back + (not busy)

@@ -27,7 +27,7 @@ from scavenger.ledger.records import Record
 from scavenger.ledger.statements import weigh
 from scavenger.ledger.store import open_engine, sqlite_file
 from scavenger.ledger.transaction import NOBODY, Announced, Generation, commit_batch, grant_generation, open_connection
-from scavenger.ledger.wal import MOST_BYTES, WalWatch
+from scavenger.ledger.wal import CHECKPOINT_BYTES, MOST_BYTES, WalWatch
 
 __all__ = ["Backoff", "Writer", "WriterState"]
 
@@ -80,9 +80,10 @@ class Writer:
         max_batch_bytes: int = MAX_BATCH_BYTES,
         announced: Announced = NOBODY,
         most_wal_bytes: int = MOST_BYTES,
+        checkpoint_bytes: int = CHECKPOINT_BYTES,
     ) -> None:
         self.engine: sa.Engine = open_engine(url)
-        self._wal = WalWatch(self.engine, sqlite_file(url), most_wal_bytes)
+        self.wal = WalWatch(self.engine, sqlite_file(url), most_wal_bytes, checkpoint_bytes)
         self._identity = (host, pid, code_version)
         self._announced = announced
         self._now = now
@@ -154,7 +155,7 @@ class Writer:
     @property
     def wal_bytes(self) -> int:
         """The size of SQLite's write-ahead log after the last commit; 0 on PostgreSQL."""
-        return self._wal.nbytes
+        return self.wal.nbytes
 
     @property
     def state(self) -> WriterState:
@@ -210,7 +211,7 @@ class Writer:
                 if connection is None:
                     return
                 self._acknowledge(work)
-                if not self._look_at_wal():
+                if not self._look_at_wal(sum(item.nbytes for item in work)):
                     return
         except BaseException as error:
             self._enter(WriterState.FAILED, f"the writer's thread ended: {explain(error)}")
@@ -238,12 +239,12 @@ class Writer:
     def _write(self, connection: sa.Connection | None, records: Sequence[Record]) -> sa.Connection | None:
         """Commit `records`, however many tries it takes. None: the writer has stopped and they are not durable."""
         if not records:
-            return connection if connection is not None else open_connection(self.engine)
+            return connection if connection is not None else self._open()
         tries = 0
         while True:
             try:
                 if connection is None:
-                    connection = open_connection(self.engine)
+                    connection = self._open()
                 commit_batch(connection, self._generation, self._batch + 1, records, self._now())
             except (sa.exc.DBAPIError, LedgerError, OSError) as error:
                 failure: BaseException = error
@@ -265,10 +266,15 @@ class Writer:
                 return None
             tries += 1
 
-    def _look_at_wal(self) -> bool:
-        """After a commit was acknowledged. False: a sync failed, and no disk that does so is written again."""
+    def _open(self) -> sa.Connection:
+        connection = open_connection(self.engine)
+        self.wal.take_over(connection)
+        return connection
+
+    def _look_at_wal(self, nbytes: int) -> bool:
+        """After a commit of `nbytes` was acknowledged. False: a sync failed, and no disk that does so is written again."""
         try:
-            self._wal.look(self._now())
+            self.wal.look(self._now(), nbytes)
         except (sa.exc.DBAPIError, sqlite3.Error) as error:
             state = classify(error)
             if state in FINAL:

@@ -4,7 +4,8 @@
                     -> else it stands in line; its tokens are read in a thread, then it is handled, then those behind it
 
 The server has two: of events on their way to the core (a resend is compared with what was accepted), and of messages on their way to a
-peer (a moved sample goes with its tokens, a whole group is delivered). Other connections never wait. A ledger that cannot be read for the
+peer (a moved sample goes with its tokens, a whole group is delivered), which also wait for room at a peer that takes too little (`room`).
+Other connections never wait. A ledger that cannot be read for the
 moment is asked again; anything else that a read or a handler raises goes to `failed`, and ends the daemon.
 """
 
@@ -25,6 +26,8 @@ log = structlog.get_logger()
 #: Reads of the ledger at once: each may hold one message's tokens (64 MiB at most) beside the store.
 READS = 4
 FIRST_PAUSE_S, MOST_PAUSE_S = 0.05, 5.0
+#: How often a peer without room is looked at again: a transport says of nothing when it gave it to the network.
+ROOM_PAUSE_S = 0.02
 ReadPayloads = Callable[[Sequence[int]], Awaitable[Mapping[int, Payload]]]
 T = TypeVar("T")
 R = TypeVar("R")
@@ -68,16 +71,20 @@ class Fetcher:
 
 
 class Lines(Generic[T]):
-    """See the module. `wanted(item)`: the tokens that an item lacks now, {} for none; `handle(item)`: called once for each, in order."""
+    """See the module. `wanted(item)`: the tokens that an item lacks now, {} for none; `handle(item)`: called for each, in order.
+
+    `room(item)`: whether an item may be handled now. `handle` is called once for an item, and again later where it gave False: not now.
+    """
 
     def __init__(
         self,
         wanted: Callable[[T], Mapping[int, int]],
-        handle: Callable[[T], None],
+        handle: Callable[[T], bool | None],
         fetcher: Fetcher,
         failed: Callable[[BaseException], None],
+        room: Callable[[T], bool] = lambda _: True,
     ) -> None:
-        self._wanted, self._handle, self._fetcher, self._failed = wanted, handle, fetcher, failed
+        self._wanted, self._handle, self._fetcher, self._failed, self._room = wanted, handle, fetcher, failed, room
         self._lines: dict[int, deque[tuple[T, int]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self.nbytes = 0  # of what stands in line, as `put` was told
@@ -86,12 +93,15 @@ class Lines(Generic[T]):
         """Whether something of this connection waits."""
         return conn in self._lines
 
+    def waiting(self, conn: int) -> int:
+        """How many items of this connection wait."""
+        return len(self._lines.get(conn, ()))
+
     def put(self, conn: int, item: T, nbytes: int = 0) -> bool:
         """Handle an item behind those before it; False when it has to wait. Only from the event loop's thread."""
         line = self._lines.get(conn)
         if line is None:
-            if not self._wanted(item):
-                self._handle(item)
+            if self._room(item) and not self._wanted(item) and self._handle(item) is not False:
                 return True
             line = self._lines[conn] = deque()
             task = asyncio.get_running_loop().create_task(self._serve(conn, line))
@@ -104,6 +114,8 @@ class Lines(Generic[T]):
     async def _serve(self, conn: int, line: deque[tuple[T, int]]) -> None:
         while line:
             item, nbytes = line[0]
+            while not self._room(item):
+                await asyncio.sleep(ROOM_PAUSE_S)
             # What was read may be evicted by others' commits while more is read: `wanted` then names all that the item needs, again.
             # The ledger of a superseded daemon never has what it needs: it asks without haste until it learns that it is fenced.
             pause = 0.0
@@ -111,9 +123,11 @@ class Lines(Generic[T]):
                 await asyncio.sleep(pause)
                 await self._fetcher.fetch(wanted)
                 pause = FIRST_PAUSE_S
+            if self._handle(item) is False:
+                await asyncio.sleep(ROOM_PAUSE_S)
+                continue
             line.popleft()
             self.nbytes -= nbytes
-            self._handle(item)
             await asyncio.sleep(0)  # a long line must not keep the others waiting
         del self._lines[conn]
 

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from scavenger.router.deliveries import Deliveries
 from scavenger.router.events import Fill, RouterEvent, Send, WorkerSaid
 from scavenger.router.lines import Fetcher, Lines, ReadPayloads
-from scavenger.router.payloads import Payload, PayloadStore, fill, wanted
+from scavenger.router.payloads import Payload, PayloadStore, fill_group, fill_leases, missing, needed
 from scavenger.router.samples import overlaps
 from scavenger.router.state import Core
-from scavenger.wire import Chunks, GroupDone, Message
+from scavenger.wire import Assign, Chunks, GroupDone, Message
+
+#: Messages, other than groups, that may stand behind a group in one connection's line before further ones are dropped.
+MOST_WAITING = 4000
 
 
 def lacking(core: Core, store: PayloadStore, event: RouterEvent) -> dict[int, int]:
@@ -29,23 +33,33 @@ def lacking(core: Core, store: PayloadStore, event: RouterEvent) -> dict[int, in
 
 
 def lacking_message(core: Core, store: PayloadStore, action: Fill) -> dict[int, int]:
-    """What must be loaded before a message can be filled. {} also for one that nobody needs any more: `filled` drops it."""
-    needed = wanted(action.message, action.lengths)
-    if all(store.has(sample_id, length) for sample_id, length in needed.items()):
+    """What must be loaded before a message can be filled: sample -> length. {} also where `filled` does without.
+
+    A sample that was superseded or ended meanwhile is not read: its peer is told so by the message behind this one.
+    """
+    absent = missing(action.message, action.lengths, store)
+    if not absent:
         return {}
-    # Superseded or ended meanwhile: its peer is told so by the message behind this one.
-    return needed if all(sample_id in core.samples for sample_id in needed) else {}
+    forgotten = {sample_id for sample_id in absent if sample_id not in core.samples}
+    if len(forgotten) == len(absent) or (forgotten and isinstance(action.message, GroupDone)):
+        return {}
+    return {i: n for i, n in needed(action.message, action.lengths).items() if i in core.samples}
 
 
 def filled(store: PayloadStore, action: Fill) -> Message | None:
-    """The message with its tokens, which are in memory; None when its samples were forgotten before these could be read."""
-    needed = wanted(action.message, action.lengths)
-    if not all(store.has(sample_id, length) for sample_id, length in needed.items()):
+    """The message with its tokens, which are in memory, and without the leases of samples that were forgotten before.
+
+    None when nothing is left of it; of a group all is needed.
+    """
+    message, lengths = action.message, action.lengths
+    if isinstance(message, Assign):
+        leases = fill_leases(message, lengths, store)
+        return Assign(tuple(leases)) if leases else None
+    if missing(message, lengths, store):
         return None
-    message = fill(action.message, action.lengths, store.take)
-    if isinstance(message, GroupDone):
-        store.cool(needed)  # nobody asks again, unless its trainer is lost
-    return message
+    group = fill_group(message, lengths, store)
+    store.cool(needed(message, lengths))  # nobody asks again, unless its trainer is lost
+    return group
 
 
 def take_back(core: Core, store: PayloadStore, sample_id: int, payload: Payload) -> None:
@@ -56,7 +70,10 @@ def take_back(core: Core, store: PayloadStore, sample_id: int, payload: Payload)
 
 
 class Office:
-    """Two lines over one store. `post(event)` hands to the core; `send(conn, message)` to a peer, where `connected(conn)`."""
+    """Two lines over one store. `post(event)` hands to the core; `send(conn, message)` to a peer, where `connected(conn)`.
+
+    `send` gives False for a group that the peer's queue did not take: it is tried again. Of other messages it is the last word.
+    """
 
     def __init__(
         self,
@@ -65,15 +82,16 @@ class Office:
         read: ReadPayloads,
         *,
         post: Callable[[RouterEvent], None],
-        send: Callable[[int, Message], None],
+        send: Callable[[int, Message], bool],
         connected: Callable[[int], bool],
         failed: Callable[[BaseException], None],
     ) -> None:
         self._core, self._store = core, store
+        self.deliveries = Deliveries()
         self._post, self._send, self._connected = post, send, connected
         self._fetcher = Fetcher(read, lambda sample_id, payload: take_back(core, store, sample_id, payload))
         self._in: Lines[RouterEvent] = Lines(lambda event: lacking(core, store, event), self._take, self._fetcher, failed)
-        self._out: Lines[Send | Fill] = Lines(self._lacks, self._give, self._fetcher, failed)
+        self._out: Lines[Send | Fill] = Lines(self._lacks, self._give, self._fetcher, failed, self._has_room)
 
     def receive(self, conn: int, event: RouterEvent, nbytes: int) -> bool:
         """Hand a peer's event of `nbytes` to the core; False when it has to wait."""
@@ -81,7 +99,10 @@ class Office:
 
     def give(self, action: Send | Fill) -> None:
         """Send, behind what this connection still waits for."""
-        self._out.put(action.conn, action)
+        if self._out.waiting(action.conn) >= MOST_WAITING and not isinstance(action.message, GroupDone):
+            self._core.count("messages_dropped")  # as a queue of the transport that is full does: every protocol survives a lost message
+        else:
+            self._out.put(action.conn, action)
 
     @property
     def waiting_bytes(self) -> int:
@@ -101,18 +122,25 @@ class Office:
         self._post(event)
         self._store.trim()
 
+    def _has_room(self, action: Send | Fill) -> bool:
+        return not isinstance(action.message, GroupDone) or self.deliveries.room(action.conn) or not self._connected(action.conn)
+
     def _lacks(self, action: Send | Fill) -> dict[int, int]:
         if isinstance(action, Send) or not self._connected(action.conn):
             return {}
         return lacking_message(self._core, self._store, action)
 
-    def _give(self, action: Send | Fill) -> None:
+    def _give(self, action: Send | Fill) -> bool:
+        """False: not now."""
         if isinstance(action, Send):
-            self._send(action.conn, action.message)
-        elif self._connected(action.conn):
-            message = filled(self._store, action)
-            self._store.trim()
-            if message is not None:
-                self._send(action.conn, message)
-            else:
-                self._core.count("messages_outdated")
+            return self._send(action.conn, action.message) or not isinstance(action.message, GroupDone)
+        if not self._connected(action.conn):
+            return True
+        message = filled(self._store, action)
+        self._store.trim()
+        if message is None:
+            self._core.count("messages_outdated")
+            return True
+        if isinstance(message, Assign) and len(message.leases) < len(action.lengths):
+            self._core.count("leases_outdated", len(action.lengths) - len(message.leases))
+        return self._send(action.conn, message) or not isinstance(message, GroupDone)

@@ -1,4 +1,4 @@
-"""Whether the numbers in a message's chunks can be: token ids, logprobs. Pure; one look over a whole message, where numpy is fast.
+"""Whether the numbers in a message can be: those that the ledger keeps, token ids, logprobs. Pure; one look over a whole message.
 
 Lengths, leases and budgets are the core's (`router.samples`); it takes a fault found here as its last reason to refuse a chunk.
 """
@@ -7,14 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import msgspec
 import numpy as np
 
 from scavenger.router.events import WorkerSaid
-from scavenger.wire import Chunk, Chunks, Message
+from scavenger.wire import Call, Chunk, Chunks, Message, SubmitGroups, ToDaemon
 
 #: A logprob is not positive; float32 may round one that is near 0 to just above it.
 MOST_LOGPROB = np.float32(1e-3)
 _LEAST_LOGPROB = np.finfo(np.float32).min
+_INT64 = 2**63
+
+
+def fits(message: ToDaemon) -> bool:
+    """Whether every integer that the ledger may be asked to keep fits its 64-bit columns. Others arrive checked or as text."""
+    if isinstance(message, Call):
+        body = message.body
+        parts = [body, *body.groups] if isinstance(body, SubmitGroups) else [body]
+        return all(_INT64 > value >= -_INT64 for part in parts for value in msgspec.structs.astuple(part) if isinstance(value, int))
+    return True
 
 
 def checked(conn: int, message: Message) -> WorkerSaid:

@@ -13,12 +13,12 @@ or never loaded since a restart, is read back by the edge (`router.lines`) befor
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import msgspec
 
-from scavenger.wire import Assign, Chunk, GroupDone
+from scavenger.wire import Assign, Chunk, DoneSample, GroupDone, Lease
 
 Payload = tuple[bytes, bytes, bytes]  # tokens, logprobs, raw_logprobs, packed; 4 bytes a token each
 #: Bytes of a sample that is kept, besides its tokens: measured, see `benchmarks/router_memory.py`. Python lets its arrays grow by an
@@ -140,6 +140,24 @@ class PayloadStore:
         kept = self._kept.get(sample_id)
         return length == 0 or (kept is not None and kept.start == 0 and kept.end >= length)
 
+    def has_all(self, parts: Iterable[Lease | DoneSample], lengths: Iterable[int]) -> bool:
+        """`has` of many: the first `lengths[i]` tokens of the i-th part's sample."""
+        get = self._kept.get
+        for part, n in zip(parts, lengths, strict=True):
+            if n and ((kept := get(part.sample_id)) is None or kept.start or len(kept.tokens) < 4 * n):
+                return False
+        return True
+
+    def tokens(self, sample_id: int, length: int) -> bytes | None:
+        """The first `length` token ids, packed; None unless they are in memory."""
+        kept = self._kept.get(sample_id)
+        if kept is None or kept.start:
+            return None
+        tokens, nbytes = kept.tokens, 4 * length
+        if len(tokens) == nbytes:
+            return bytes(tokens)
+        return bytes(tokens[:nbytes]) if len(tokens) > nbytes else None
+
     def take(self, sample_id: int, length: int) -> Payload:
         """The first `length` tokens. Raises `ColdPayload` unless `has` says so."""
         if not length:
@@ -217,20 +235,37 @@ class PayloadStore:
 Filled = Assign | GroupDone
 
 
-def wanted(message: Filled, lengths: Sequence[int]) -> dict[int, int]:
-    """Which tokens a message needs: sample -> how many of its first ones."""
-    ids = (lease.sample_id for lease in message.leases) if isinstance(message, Assign) else (s.sample_id for s in message.samples)
-    return {sample_id: length for sample_id, length in zip(ids, lengths, strict=True) if length}
+def missing(message: Filled, lengths: Sequence[int], store: PayloadStore) -> dict[int, int]:
+    """Sample -> how many of its first tokens the message needs, where these are not in memory."""
+    parts: Sequence[Lease | DoneSample] = message.leases if isinstance(message, Assign) else message.samples
+    if store.has_all(parts, lengths):
+        return {}
+    return {part.sample_id: n for part, n in zip(parts, lengths, strict=True) if not store.has(part.sample_id, n)}
 
 
-def fill(message: Filled, lengths: Sequence[int], take: Callable[[int, int], Payload]) -> Filled:
-    """The message with its tokens: leases get the accepted tokens, delivered samples tokens and logprobs."""
+def needed(message: Filled, lengths: Sequence[int]) -> dict[int, int]:
+    """The same of all its samples that have tokens, wherever these are."""
+    parts: Sequence[Lease | DoneSample] = message.leases if isinstance(message, Assign) else message.samples
+    return {part.sample_id: n for part, n in zip(parts, lengths, strict=True) if n}
+
+
+def fill_leases(message: Assign, lengths: Sequence[int], store: PayloadStore) -> list[Lease]:
+    """The leases with their accepted tokens. One whose tokens are not in memory is left out: its sample was forgotten."""
+    made: list[Lease] = []
+    tokens_of = store.tokens
+    for x, n in zip(message.leases, lengths, strict=True):
+        if not n:
+            made.append(x)
+        elif (tokens := tokens_of(x.sample_id, n)) is not None:
+            made.append(Lease(x.sample_id, x.epoch, x.version, x.prompt, tokens, x.sampling, x.seed, x.key, x.most_tokens))
+    return made
+
+
+def fill_group(message: GroupDone, lengths: Sequence[int], store: PayloadStore) -> GroupDone:
+    """The group with each sample's tokens and logprobs. Raises `ColdPayload` unless all are in memory."""
     replace = msgspec.structs.replace
-    if isinstance(message, Assign):
-        leases = (replace(x, accepted=take(x.sample_id, n)[0]) if n else x for x, n in zip(message.leases, lengths, strict=True))
-        return Assign(tuple(leases))
     samples = []
     for sample, length in zip(message.samples, lengths, strict=True):
-        tokens, logprobs, raw_logprobs = take(sample.sample_id, length)
+        tokens, logprobs, raw_logprobs = store.take(sample.sample_id, length)
         samples.append(replace(sample, tokens=tokens, logprobs=logprobs, raw_logprobs=raw_logprobs))
     return replace(message, samples=tuple(samples))

@@ -11,12 +11,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
+from typing import NamedTuple
 
 Slot = tuple[float, int, int, int, str]  # share taken, worker id, leases, max_batch, node
 
 
-@dataclass(frozen=True, slots=True)
-class Waiting:
+class Waiting(NamedTuple):
     """A sample that waits. `avoid`: nodes where engines failed on it."""
 
     sample_id: int
@@ -50,7 +50,7 @@ def place(waiting: Iterable[Waiting], workers: Iterable[Slots]) -> Iterator[tupl
     for sample in waiting:
         if not heap:
             return
-        slot = _pop(heap, sample.avoid if nodes - sample.avoid else frozenset())
+        slot = heapq.heappop(heap) if not sample.avoid or nodes <= sample.avoid else _pop(heap, sample.avoid)
         if slot is None:
             continue
         _, worker_id, leases, max_batch, node = slot
@@ -61,8 +61,6 @@ def place(waiting: Iterable[Waiting], workers: Iterable[Slots]) -> Iterator[tupl
 
 def _pop(heap: list[Slot], avoid: Set[str]) -> Slot | None:
     """Take the emptiest worker that is not on a node to avoid."""
-    if not avoid:
-        return heapq.heappop(heap)
     skipped: list[Slot] = []
     found = None
     while heap and found is None:

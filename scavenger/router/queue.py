@@ -1,13 +1,14 @@
 """The samples of a run that wait for a worker, by weight version and in the order in which they shall be placed. Pure.
 
-Owns the order (`placement.priority`) and keeps it as samples come and go, so that granting one lease costs no scan of the others.
-A sample's version and length must not change while it waits: take it out first.
+Owns the order (`placement.priority`) and keeps it as samples come and go: one that comes or goes alone costs no scan of the others, and
+many at once (a fleet is lost, a step is submitted) cost one scan together. A sample's version and length must not change while it waits:
+take it out first.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from scavenger.router import placement
@@ -16,43 +17,83 @@ if TYPE_CHECKING:
     from scavenger.router.state import Sample
 
 Key = tuple[bool, int, int, int]
+#: Above this share of the queue a scan costs less than to find each sample by itself.
+_MANY = 1 / 16
 
 
 def _key(sample: Sample) -> Key:
-    return placement.priority(sample.accepted, sample.group.step, sample.group.id, sample.id)
+    group = sample.group
+    return placement.priority(sample.accepted, group.step, group.id, sample.id)
 
 
 class Queue:
-    """A sorted list of keys for each version."""
+    """A sorted list of keys for each version, and those that came since it was sorted."""
 
     def __init__(self) -> None:
         self._samples: dict[int, Sample] = {}
         self._order: dict[int, list[Key]] = {}
+        self._fresh: dict[int, list[Key]] = {}
 
     def add(self, sample: Sample) -> None:
         self._samples[sample.id] = sample
-        insort(self._order.setdefault(sample.group.version, []), _key(sample))
+        version = sample.group.version
+        fresh = self._fresh.get(version)
+        if fresh is None:
+            fresh = self._fresh[version] = []
+        fresh.append(_key(sample))
 
     def discard(self, sample: Sample) -> None:
         """Take a sample out; does nothing when it does not wait."""
         if self._samples.pop(sample.id, None) is None:
             return
-        version = sample.group.version
-        order, key = self._order[version], _key(sample)
+        version, key = sample.group.version, _key(sample)
+        order = self._sorted(version)
         at = bisect_left(order, key)
         assert order[at] == key, f"sample {sample.id} changed while it waited"
         del order[at]
         if not order:
             del self._order[version]
 
+    def discard_all(self, samples: Sequence[Sample]) -> None:
+        """Take samples out, all of which wait for the same version."""
+        if not samples:
+            return
+        version = samples[0].group.version
+        order = self._sorted(version)
+        if len(samples) < len(order) * _MANY:
+            for sample in samples:
+                self.discard(sample)
+            return
+        for sample in samples:
+            del self._samples[sample.id]
+        left = [key for key in order if key[3] in self._samples]
+        assert len(left) == len(order) - len(samples), "samples changed while they waited"
+        if left:
+            self._order[version] = left
+        else:
+            del self._order[version]
+
     def versions(self) -> set[int]:
         """Versions that samples wait for."""
-        return set(self._order)
+        return self._order.keys() | self._fresh.keys()
 
     def waiting(self, version: int) -> Iterator[Sample]:
         """The samples that wait for a version, first come those to be placed first."""
-        for key in self._order.get(version, ()):
-            yield self._samples[key[-1]]
+        for key in self._sorted(version):
+            yield self._samples[key[3]]
+
+    def _sorted(self, version: int) -> list[Key]:
+        fresh = self._fresh.pop(version, None)
+        order = self._order.get(version, [])
+        if fresh:
+            self._order[version] = order
+            if len(fresh) < len(order) * _MANY:
+                for key in fresh:
+                    insort(order, key)
+            else:
+                order += fresh
+                order.sort()
+        return order
 
     def __contains__(self, sample_id: object) -> bool:
         return sample_id in self._samples

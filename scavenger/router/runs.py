@@ -97,6 +97,14 @@ def _may_call(core: Core, conn: int, identity: Identity, call: Call, run: Run | 
     return None
 
 
+def _checkpoint(core: Core, run: Run, body: RecordCheckpoint) -> ReplyBody:
+    if body.kept is not None and body.step not in body.kept:
+        return Denied("invalid", f"the checkpoint of step {body.step} is recorded and not among those kept", "name it in `kept`")
+    kept = "" if body.kept is None else msgspec.json.encode(sorted(set(body.kept))).decode()
+    core.record(rec.CheckpointRecorded(run.id, body.step, body.version, body.root, body.path, core.now, kept))
+    return Ok()
+
+
 def _answer(core: Core, run: Run, body: CallBody) -> ReplyBody:
     match body:
         case SubmitGroups():
@@ -106,8 +114,7 @@ def _answer(core: Core, run: Run, body: CallBody) -> ReplyBody:
         case CommitStep():
             return _commit(core, run, body)
         case RecordCheckpoint():
-            core.record(rec.CheckpointRecorded(run.id, body.step, body.version, body.root, body.path, core.now))
-            return Ok()
+            return _checkpoint(core, run, body)
         case SetReserved():
             return _set_reserved(core, run, body)
         case CloseRun():

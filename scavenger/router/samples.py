@@ -173,19 +173,20 @@ def _tell_finished(core: Core, sample: Sample) -> None:
 
 
 def _end_lease(core: Core, sample: Sample, reason: str, regenerated: int) -> None:
-    worker = core.workers.get(sample.worker_id)
-    run = sample.group.run
-    run.leased[sample.lease_version] -= 1
-    if not run.leased[sample.lease_version]:
-        del run.leased[sample.lease_version]
+    worker, leased, version = core.workers.get(sample.worker_id), sample.group.run.leased, sample.lease_version
+    left = leased[version] - 1
+    if left:
+        leased[version] = left
+    else:
+        del leased[version]
     if worker is not None:
         worker.leases.pop(sample.id, None)
         worker.yielding.pop(sample.id, None)
         worker.changed = True
         if not worker.leases:
             worker.idle_since = core.now
-            run.idled.append(worker)
-    core.record(rec.LeaseEnded(sample.id, sample.epoch, reason, sample.accepted, regenerated, core.now))
+            sample.group.run.idled.append(worker)
+    core.record_end(rec.LeaseEnded(sample.id, sample.epoch, reason, sample.accepted, regenerated, core.now))
     sample.worker_id = 0
 
 
@@ -195,8 +196,11 @@ def lost_tokens(core: Core, sample: Sample) -> int:
     What a killed worker had generated since its last flush cannot be known; a flush interval holds no more than the largest flush of this
     lease did, at a steady rate.
     """
-    reported = min(sample.reported, sample.group.sampling.max_tokens)
-    return max(reported - sample.accepted, min(sample.largest_flush, core.limits.flush_tokens), 0)
+    flush, most = sample.largest_flush, core.limits.flush_tokens
+    if flush > most:
+        flush = most
+    unheard = sample.reported - sample.accepted
+    return flush if unheard <= flush else max(flush, min(sample.reported, sample.group.sampling.max_tokens) - sample.accepted)
 
 
 def release(core: Core, sample: Sample, reason: str, *, regenerated: int = 0, crashed: bool = False) -> None:
@@ -271,6 +275,7 @@ def forget(core: Core, group: Group) -> None:
     for sample in group.samples:
         core.samples.pop(sample.id, None)
         core.payloads.drop(sample.id)
+    group.samples.clear()  # they name each other: freed now, and not when the collector stops the daemon to look for them
     core.groups.pop(group.id, None)
     if group.run.by_key.get(group.key) is group:
         del group.run.by_key[group.key]
@@ -322,11 +327,8 @@ def servable(worker: Worker, version: int) -> bool:
 
 
 def lease(core: Core, worker: Worker, samples: Sequence[tuple[Sample, int]]) -> None:
-    """Lease (sample, most new tokens or 0) pairs to a worker. It is sent once it is durable."""
-    leases = []
-    for sample, most_tokens in samples:
-        sample.group.run.queue.discard(sample)
-        leases.append(_grant(core, sample, worker, most_tokens))
+    """Lease (sample, most new tokens or 0) pairs, taken out of the queue before, to a worker. It is sent once it is durable."""
+    leases = [_grant(core, sample, worker, most_tokens) for sample, most_tokens in samples]
     for part in _in_messages(leases):
         core.send_filled(worker.conn, Assign(tuple(x for x, _ in part)), tuple(n for _, n in part))
 
@@ -349,24 +351,23 @@ def _in_messages(leases: list[tuple[Lease, int]]) -> Iterator[list[tuple[Lease, 
 def _grant(core: Core, sample: Sample, worker: Worker, most_tokens: int) -> tuple[Lease, int]:
     """The lease, and how many accepted tokens go with it."""
     sample.step("lease")
-    sample.epoch += 1
-    sample.moves += sample.accepted > 0
+    group, accepted, now = sample.group, sample.accepted, core.now
+    run, version = group.run, group.version
+    sample.epoch = epoch = sample.epoch + 1
+    sample.moves += accepted > 0
     sample.worker_id = sample.last_worker_id = worker.id
-    sample.lease_version, sample.lease_offset = sample.group.version, sample.accepted
-    sample.leased_at = sample.chunk_at = core.now
+    sample.lease_version, sample.lease_offset = version, accepted
+    sample.leased_at = sample.chunk_at = now
     sample.largest_flush = 0
-    sample.reported = sample.accepted
+    sample.reported = accepted
     sample.limit = most_tokens
     worker.leases[sample.id] = sample
     worker.changed = True
-    run = sample.group.run
-    run.leased[sample.lease_version] = run.leased.get(sample.lease_version, 0) + 1
+    run.leased[version] = run.leased.get(version, 0) + 1
     sample.assigned_at = None
     core.lease_granted(sample)
-    core.record(rec.LeaseGranted(sample.id, sample.epoch, worker.id, sample.lease_version, sample.accepted, core.now))
-    group = sample.group
-    lease = Lease(sample.id, sample.epoch, sample.lease_version, group.prompt, b"", group.sampling, group.run.seed, sample.key, most_tokens)
-    return lease, sample.accepted
+    core.record_grant(rec.LeaseGranted(sample.id, epoch, worker.id, version, accepted, now))
+    return Lease(sample.id, epoch, version, group.prompt, b"", group.sampling, run.seed, sample.key, most_tokens), accepted
 
 
 def target_version(run: Run) -> int:

@@ -14,7 +14,6 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import msgspec
 import structlog
 import zmq
 import zmq.asyncio
@@ -30,7 +29,6 @@ from scavenger.router.events import (
     Heard,
     HelloReceived,
     HistoryRead,
-    Identity,
     ReadHistory,
     RouterAction,
     RouterEvent,
@@ -39,16 +37,20 @@ from scavenger.router.events import (
     TrainerCalled,
     Write,
 )
+from scavenger.router.keyring import KeyRing
 from scavenger.router.lines import ReadPayloads, patiently
 from scavenger.router.machine import Router
 from scavenger.router.office import Office
-from scavenger.router.payload_check import checked
+from scavenger.router.payload_check import checked, fits
 from scavenger.router.payloads import PayloadStore
+
+__all__ = ["KeyRing", "LedgerWriter", "Server"]
 
 log = structlog.get_logger()
 
 TICK_S = 0.25
-#: Messages that may wait for one slow peer before further ones are dropped (every protocol survives a lost message).
+#: Messages that may wait for one slow peer before further ones are dropped (every protocol survives a lost message). Groups are bounded
+#: in bytes, and never dropped: `deliveries`.
 PEER_QUEUE = 4000
 #: Bytes that may wait for the disk before the server stops reading: workers keep their tokens, nothing is dropped.
 MAX_BACKLOG_BYTES = 256 * 1024 * 1024
@@ -57,27 +59,6 @@ BATCH = 64
 #: How often connections are looked through, and the silence after which one that serves nobody is forgotten.
 SWEEP_S = 60.0
 FORGET_S = 3600.0
-_INT64 = 2**63
-
-
-class KeyRing:
-    """Who may connect, by public key (Z85). Revoking acts on live sessions: every frame is checked against it."""
-
-    def __init__(self) -> None:
-        self._identities: dict[str, Identity] = {}
-
-    def allow(self, public_key: str, identity: Identity) -> None:
-        self._identities[public_key] = identity
-
-    def revoke(self, public_key: str) -> None:
-        self._identities.pop(public_key, None)
-
-    def identity(self, public_key: str) -> Identity | None:
-        return self._identities.get(public_key)
-
-    def callback(self, _domain: str, key: bytes) -> bool:
-        """ZAP: pyzmq asks here at each handshake."""
-        return key.decode("ascii", "replace") in self._identities
 
 
 @dataclass(slots=True)
@@ -96,15 +77,6 @@ class LedgerWriter(Protocol):
     def backlog_bytes(self) -> int: ...
 
     def submit(self, ticket: int, records: Sequence[Record]) -> None: ...
-
-
-def _fits(message: wire.ToDaemon) -> bool:
-    """Whether every integer that the ledger may be asked to keep fits its 64-bit columns. Others arrive checked or as text."""
-    if isinstance(message, wire.Call):
-        body = message.body
-        parts = [body, *body.groups] if isinstance(body, wire.SubmitGroups) else [body]
-        return all(_INT64 > value >= -_INT64 for part in parts for value in msgspec.structs.astuple(part) if isinstance(value, int))
-    return True
 
 
 class Server:
@@ -255,7 +227,7 @@ class Server:
         public_key = str(body.get("User-Id"))
         identity = self.keyring.identity(public_key)
         if identity is None:
-            self._reply_raw(routing_id, wire.Rejected("this key was revoked", "ask for a new one: scavenger enroll"))
+            self._push(routing_id, wire.encode(wire.Rejected("this key was revoked", "ask for a new one: scavenger enroll")))
             return
         peer = self._conns.get(routing_id)
         if peer is None or peer.public_key != public_key:
@@ -268,7 +240,7 @@ class Server:
         except WireError as error:
             self._garbage(routing_id, public_key, error, retry=not greeted and len(body.buffer) > limit)
             return
-        if not _fits(message):
+        if not fits(message):
             self._garbage(routing_id, public_key, WireError(f"a {type(message).__name__} with numbers over 64 bits"), retry=False)
             return
         event: RouterEvent
@@ -314,7 +286,7 @@ class Server:
         log.warning("garbage", key=public_key, cause=error.cause)
         self.router.core.count("garbage")
         self.write([Event("garbage", 0, public_key, error.cause, "{}", self._clock())])
-        self._reply_raw(routing_id, wire.Rejected(error.cause, "run workers, trainer and daemon of one release", retry))
+        self._push(routing_id, wire.encode(wire.Rejected(error.cause, "run workers, trainer and daemon of one release", retry)))
 
     async def _tick(self) -> None:
         while True:
@@ -351,25 +323,35 @@ class Server:
         if error is not None:
             self._fail(error)  # ends the daemon: a ledger that is corrupt is no ledger
 
-    def _send(self, conn: int, message: wire.Message) -> None:
+    def _send(self, conn: int, message: wire.Message) -> bool:
+        """Send without waiting. False when the peer's queue is full; a message that it drops is made good by the protocol."""
         routing_id = self._routes.get(conn)
         if routing_id is None or self.keyring.identity(self._conns[routing_id].public_key) is None:
-            return  # gone, or its key was revoked
-        if not self._reply_raw(routing_id, message):
+            return True  # gone, or its key was revoked
+        body = wire.encode(message)
+        # Of a group not a copy: its bytes are counted until they are on the network. A frame kept here would keep them.
+        frame = zmq.Frame(body, track=True, copy=False, copy_threshold=0) if isinstance(message, wire.GroupDone) else body
+        taken = self._push(routing_id, frame)
+        if taken is None:
             self._conns.pop(routing_id, None)
             self._routes.pop(conn, None)
+        elif taken and isinstance(frame, zmq.Frame):
+            tracker = frame.tracker
+            self.office.deliveries.sent(conn, len(body), lambda: bool(tracker.done))
+        return taken is not False
 
-    def _reply_raw(self, routing_id: bytes, message: wire.Message) -> bool:
-        """Send without waiting. False when the peer is gone; a message that a full queue drops is made good by the protocol."""
+    def _push(self, routing_id: bytes, frame: bytes | zmq.Frame) -> bool | None:
+        """Whether the peer's queue took a frame; None when the peer is gone."""
         assert self._socket is not None
         try:
-            self._socket.send_multipart([routing_id, wire.encode(message)], zmq.NOBLOCK)
+            self._socket.send_multipart([routing_id, frame], zmq.NOBLOCK, copy=not isinstance(frame, zmq.Frame))
         except zmq.Again:
             self.router.core.count("messages_dropped")
+            return False
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            return False
+            return None
         finally:
             self._look_again()
         return True

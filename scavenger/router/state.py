@@ -48,6 +48,7 @@ TRANSITIONS: dict[tuple[SampleStatus, str], SampleStatus] = {
     (SampleStatus.UNCONFIRMED, "abandon"): SampleStatus.ENDED,
     (SampleStatus.COMPLETE, "abandon"): SampleStatus.ENDED,
 }
+_OPEN = frozenset({SampleStatus.QUEUED, SampleStatus.LEASED, SampleStatus.UNCONFIRMED})
 
 
 class WorkerStatus(StrEnum):
@@ -92,10 +93,14 @@ class Sample:
         target = TRANSITIONS.get((self.status, step))
         if target is None:
             raise IllegalTransition(f"sample {self.id} is {self.status} and cannot {step}")
-        before = self.done
-        self.status = target
-        self.group.unfinished += before - self.done
-        self.group.run.stirred = True
+        group = self.group
+        if target in _OPEN:  # and so was where it came from: what is done is not opened again
+            self.status = target
+        else:
+            before = self.done
+            self.status = target
+            group.unfinished += before - self.done
+        group.run.stirred = True
 
     def give_up(self, cause: str) -> None:
         """It ended without an answer: nothing more will be generated, and its group goes on without it."""
@@ -308,6 +313,7 @@ class Core:
         self.now = 0.0
         self._ticket = self._settled = 0
         self._records: list[rec.Record] = []
+        self._ends: dict[int, int] = {}  # sample -> where among the records its lease's end is
         self._sends: list[RouterAction] = []
         self._deferred: OrderedDict[int, list[RouterAction]] = OrderedDict()
         self._awaiting: OrderedDict[int, list[tuple[Sample, int]]] = OrderedDict()  # ticket -> (sample, length)
@@ -324,6 +330,24 @@ class Core:
 
     def record(self, *records: rec.Record) -> None:
         self._records.extend(records)
+
+    def record_end(self, end: rec.LeaseEnded) -> None:
+        """A lease is over. Should the sample be leased again within this event, one record will say both."""
+        self._ends[end.sample_id] = len(self._records)
+        self._records.append(end)
+
+    def record_grant(self, grant: rec.LeaseGranted) -> None:
+        """A lease begins; what waits for its commit is `lease_granted`'s."""
+        at = self._ends.pop(grant.sample_id, None)
+        if at is None:
+            self._records.append(grant)
+            return
+        end = self._records[at]
+        assert isinstance(end, rec.LeaseEnded)
+        assert (end.epoch + 1, end.length) == (grant.epoch, grant.offset), f"sample {grant.sample_id}: a lease in between"
+        self._records[at] = rec.LeaseMoved(
+            end.sample_id, end.epoch, end.reason, end.length, end.regenerated, grant.worker_id, grant.version, grant.at
+        )
 
     def send(self, conn: int | None, message: Message) -> None:
         """Send at once: for what promises nothing durable."""
@@ -374,6 +398,7 @@ class Core:
         else:  # all that was ever written is durable
             actions = [*actions, *self._waiting]
         self._records, self._sends, self._waiting, self._lengths, self._grants = [], [], [], [], []
+        self._ends.clear()
         return actions
 
     def settle(self, ticket: int) -> list[tuple[Sample, int]]:
@@ -385,11 +410,12 @@ class Core:
             lengths.extend(self._awaiting.popitem(last=False)[1])
         while self._deferred and next(iter(self._deferred)) <= ticket:
             self._sends.extend(self._deferred.popitem(last=False)[1])
+        workers, now = self.workers, self.now
         while self._granted and next(iter(self._granted)) <= ticket:
             for sample, epoch in self._granted.popitem(last=False)[1]:
                 if sample.epoch == epoch:
-                    holder = self.workers.get(sample.worker_id)
-                    sample.assigned_at, sample.assigned_after = self.now, holder.acks if holder else 0
+                    holder = workers.get(sample.worker_id)
+                    sample.assigned_at, sample.assigned_after = now, holder.acks if holder else 0
         return lengths
 
     @property

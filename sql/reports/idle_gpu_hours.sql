@@ -1,6 +1,6 @@
 -- How many GPU-hours were idle and not harvested, by day (UTC) and reason?
 -- Between two observations of the cluster the idle GPUs of the first count, on the day it was made, under what the harvest policy
--- decided on it; the newest counts up to the ledger's last commit. The words of the policy are those of scavenger/harvest/policy.py.
+-- decided on it; the newest counts up to the ledger's last commit. `code` is of scavenger/harvest/policy.py:Code.
 WITH seen AS (
     SELECT at, day, idle, COALESCE(lead(at) OVER (ORDER BY at, id), (SELECT unix_s FROM v_now)) AS until FROM v_cluster_samples
 ),
@@ -16,20 +16,22 @@ explained AS (
                 WHEN d.id IS NULL THEN 'nothing was decided yet'
                 WHEN d.action = 'submit' THEN 'jobs for them were being submitted'
                 WHEN d.action <> 'none' THEN 'engines were being given back'
-                WHEN d.reason LIKE 'the last observation is %' THEN 'the observation was too old to decide on'
-                WHEN d.reason LIKE '%no run is open' THEN 'no run is open'
-                WHEN d.reason LIKE '0 engines wanted, %' THEN 'no run wants engines'
-                WHEN d.reason LIKE '%partition % is down' OR d.reason LIKE '%partition % is not there' THEN 'the partition is down'
-                WHEN d.reason LIKE '%backs off: %' THEN 'backing off after failures'
-                WHEN d.reason LIKE '%max_engines = %' THEN 'limit max_engines'
-                WHEN d.reason LIKE '%max_pending = %' THEN 'limit max_pending'
-                WHEN d.reason LIKE '%no room for more: %others'' pending jobs%' THEN 'others'' pending jobs may take them'
-                WHEN d.reason LIKE '%no room for more: % for our own%' THEN 'our own pending jobs are to take them'
-                WHEN d.reason LIKE '%no room for more: %headroom %' THEN 'limit headroom_gpus'
-                WHEN d.reason LIKE '%no room for more: %quarantined: %' THEN 'their nodes are quarantined'
-                WHEN d.reason LIKE '%no room for more: %' THEN 'no node has room for a whole engine'
-                WHEN d.reason LIKE '%, 0 wait%' THEN 'every wanted engine runs'
-                ELSE 'our own pending jobs are to take them' END AS reason
+                ELSE CASE d.code
+                     WHEN 'stale_view' THEN 'the observation was too old to decide on'
+                     WHEN 'no_run' THEN 'no run is open'
+                     WHEN 'no_demand' THEN 'no run wants engines'
+                     WHEN 'served' THEN 'every wanted engine runs'
+                     WHEN 'partition_down' THEN 'the partition is down'
+                     WHEN 'backoff' THEN 'backing off after failures'
+                     WHEN 'max_engines' THEN 'limit max_engines'
+                     WHEN 'max_pending' THEN 'limit max_pending'
+                     WHEN 'others_pending' THEN 'others'' pending jobs may take them'
+                     WHEN 'own_pending' THEN 'our own pending jobs are to take them'
+                     WHEN 'headroom' THEN 'limit headroom_gpus'
+                     WHEN 'quarantine' THEN 'their nodes are quarantined'
+                     WHEN 'no_room' THEN 'no node has room for a whole engine'
+                     WHEN '' THEN 'the release that decided noted no code (see for_example)'
+                     ELSE d.code END END AS reason
     FROM spells p
     LEFT JOIN v_decisions d ON d.id = p.decision
 )

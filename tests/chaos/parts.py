@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 from scavenger.cluster import procs
-from scavenger.demo.postgres import PrivatePostgres
 from scavenger.demo.site import Site
+from scavenger.ledger.private_postgres import PrivatePostgres
 from tests.chaos.choose import Process
 
 

@@ -21,9 +21,9 @@ from pathlib import Path
 
 from scavenger.cluster.layout import demo_layout
 from scavenger.cluster.model import JobState
-from scavenger.demo.postgres import PrivatePostgres
 from scavenger.demo.site import Site, SiteOptions
 from scavenger.errors import ClusterError, ClusterUnavailable
+from scavenger.ledger.private_postgres import PrivatePostgres
 from tests.chaos.audit import Audit, audit
 from tests.chaos.choose import Planned, Process, plan, target
 from tests.chaos.faults import FullDisk, Hole, Lasting, Stopped, StoppedDaemon, StoppedTrainer

@@ -386,6 +386,7 @@ def test_a_quiet_cluster_adds_no_decision_per_look(world: World) -> None:
     asyncio.run(play())
     assert len(world.of(rec.Decision)) == 1
     assert "no run is open" in world.of(rec.Decision)[0].reason
+    assert world.of(rec.Decision)[0].code == "no_run"
 
 
 def test_a_partition_that_stops_being_preemptible_gets_its_engines_withdrawn(world: World) -> None:

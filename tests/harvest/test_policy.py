@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scavenger.cluster.model import ClusterView, JobState
-from scavenger.harvest.policy import Cancel, CancelPending, Decision, GiveBack, Leaving, Limits, OurJob, Submit, allot, decide
+from scavenger.harvest.policy import Cancel, CancelPending, Code, Decision, GiveBack, Leaving, Limits, OurJob, Submit, allot, decide
 from scavenger.router.machine import Demand
 from tests.harvest.views import SHARED, job, node, view
 
@@ -211,6 +211,9 @@ def test_surplus_goes_pending_first_then_the_idlest_engine() -> None:
     jobs = [mine(1, leases=2), mine(2, idle_since=50.0), mine(3, idle_since=10.0), mine(4, waits=True)]
     assert [type(a) for a in decide(view(NOW), [demand(3)], jobs, LIMITS, NOW).actions] == [CancelPending]
     two = decide(view(NOW), [demand(2)], jobs, LIMITS, NOW).actions
+    assert {a.code for a in two} == {Code.OVER_SHARE}
+    misfits = decide(view(NOW), [demand(1, gpus=2)], [mine(1)], LIMITS, NOW).actions
+    assert [a.code for a in misfits] == [Code.WRONG_SIZE, Code.WANTED]
     assert [(type(a), a.intent_id) for a in two if not isinstance(a, Submit)] == [
         (CancelPending, jobs[3].intent_id), (GiveBack, jobs[2].intent_id),
     ]  # fmt: skip
@@ -219,6 +222,7 @@ def test_surplus_goes_pending_first_then_the_idlest_engine() -> None:
 def test_with_demand_gone_everything_goes_at_once_and_says_why() -> None:
     jobs = [mine(1, leases=2), mine(2, waits=True), mine(3, connected=False)]
     decision = decide(view(NOW), [Demand(1, "run1", 0, 1, "the run is over")], jobs, LIMITS, NOW)
+    assert {a.code for a in decision.actions} == {decision.code} == {Code.NO_DEMAND}
     assert {type(a): a.intent_id for a in decision.actions if not isinstance(a, Submit)} == {
         CancelPending: jobs[1].intent_id, GiveBack: jobs[0].intent_id, Cancel: jobs[2].intent_id,
     }  # fmt: skip
@@ -228,14 +232,16 @@ def test_with_demand_gone_everything_goes_at_once_and_says_why() -> None:
 def test_a_job_that_does_not_leave_is_cancelled_after_the_grace() -> None:
     given_back = mine(1, leaving=Leaving.GIVEN_BACK, asked_at=NOW)
     assert decide(view(NOW + 29), [], [given_back], LIMITS, NOW + 29).actions == ()
-    assert [type(a) for a in decide(view(NOW + 30), [], [given_back], LIMITS, NOW + 30).actions] == [Cancel]
+    (late,) = decide(view(NOW + 30), [], [given_back], LIMITS, NOW + 30).actions
+    assert (type(late), late.code) == (Cancel, Code.OVERDUE)
     back = mine(1, waits=True, leaving=Leaving.GIVEN_BACK, asked_at=NOW)
-    assert [type(a) for a in decide(view(NOW), [demand(1)], [back], LIMITS, NOW).actions][:1] == [CancelPending]
+    first, *_ = decide(view(NOW), [demand(1)], [back], LIMITS, NOW).actions
+    assert (type(first), first.code) == (CancelPending, Code.REQUEUED)
 
 
 def test_a_job_that_slurm_holds_is_cancelled_and_replaced() -> None:
     decision = decide(view(NOW), [demand(1)], [mine(1, waits=True, held="launch failed requeued held")], LIMITS, NOW)
-    assert [type(a) for a in decision.actions] == [CancelPending, Submit]
+    assert [(type(a), a.code) for a in decision.actions] == [(CancelPending, Code.HELD), (Submit, Code.WANTED)]
     assert "launch failed" in decision.actions[0].reason
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from scavenger.ledger.private_postgres import create_database, private_postgres
+from scavenger.ledger.private_postgres import PrivatePostgres, create_database
 from scavenger.ledger.store import parse
 
 _databases = count(1)
@@ -23,8 +23,8 @@ def postgres() -> Iterator[sa.URL]:
         yield parse(named)
         return
     # fsync is off for speed: no test here pulls the plug of the machine.
-    with private_postgres({"fsync": "off", "shared_buffers": "32MB", "max_connections": "20"}) as server:
-        yield server
+    with PrivatePostgres({"fsync": "off", "max_connections": "20"}) as server:
+        yield sa.make_url(server.url)
 
 
 def new_database(server: sa.URL) -> str:

@@ -113,9 +113,20 @@ def epilogue() -> list[r.Record]:
     ]
 
 
+def moved_at_once() -> list[r.Record]:
+    """A sample is taken from one worker and leased to another in one event; then its run is over."""
+    return [
+        group(60, 61, 1, 2, 3),
+        r.LeaseGranted(61, 1, 1, 3, 0, T0 + 23),
+        r.LeaseMoved(61, 1, "node lost", 0, 1, 2, 3, T0 + 23.5),
+        r.LeaseEnded(61, 2, "surplus", 0, 0, T0 + 24),
+        r.SampleEnded(61, "surplus", "the run is over", 0, 0, None, None, T0 + 24),
+    ]
+
+
 def everything() -> list[list[r.Record]]:
     """The whole history, as the submissions of a daemon."""
-    return [prologue(), moved_group(), preempted(), consumed(), epilogue()]
+    return [prologue(), moved_group(), preempted(), consumed(), epilogue(), moved_at_once()]
 
 
 class Witness:

@@ -23,7 +23,9 @@ from scavenger.ledger import backup, reader, reports, store, transaction
 from scavenger.ledger import records as rec
 from scavenger.ledger.transaction import NOBODY, Announced
 from scavenger.ledger.writer import Writer, WriterState
-from tests.ledger.examples import everything, written
+from tests.ledger.conftest import new_database
+from tests.ledger.examples import T0, everything, written
+from tests.ledger.test_roles import DAEMON, ROLES, Site, execute, made_site, scalar
 
 
 def note(text: str) -> rec.Event:
@@ -302,3 +304,27 @@ def test_a_daemon_that_finds_the_ledger_locked_by_a_stopped_one_names_it_and_how
     assert f"held by the daemon with pid {holder.pid} on host {socket.gethostname()}, there since 2023-11-14" in refused.value.cause
     assert "which is stopped (SIGSTOP)" in refused.value.cause
     assert f"`kill -KILL {holder.pid}`" in refused.value.remedy
+
+
+@pytest.mark.postgres
+def test_a_backup_is_restored_where_none_of_its_roles_exist(postgres: sa.URL, tmp_path: Path) -> None:
+    """Another server after the first one's loss: the ledger comes first, `sql/roles.sql` is run again after it."""
+    copy = tmp_path / "copy"
+    with made_site(postgres) as lost:
+        written(lost.url(DAEMON), everything())
+        assert lost.grant().returncode == 0
+        before = reports.report(lost.url(DAEMON), "runs", "csv")
+        backup.backup(lost.admin.render_as_string(hide_password=False), copy)
+    there = scalar(postgres.render_as_string(hide_password=False), f"SELECT count(*) FROM pg_roles WHERE rolname IN {(*ROLES, DAEMON)}")
+    if there and os.environ.get("SCAVENGER_TEST_PG"):
+        pytest.skip("SCAVENGER_TEST_PG names a server with a site's own roles, which cannot be taken from it")
+    assert there == 0
+    url = new_database(postgres)
+    backup.restore(url, copy, NOBODY, "h", T0 + 100)
+    assert reports.check(url) == []
+    assert reports.report(url, "runs", "csv") == before
+    assert Site(sa.make_url(url)).grant().returncode == 0
+    try:
+        assert reports.report(Site(sa.make_url(url)).url("scavenger_read"), "runs", "csv") == before
+    finally:
+        execute(postgres, f'DROP DATABASE "{sa.make_url(url).database}" WITH (FORCE)', *(f"DROP ROLE {role}" for role in ROLES))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
 
 import msgspec
 import pytest
+import sqlalchemy as sa
 
 from scavenger import keys
 from scavenger.config import DaemonConfig
@@ -20,7 +23,7 @@ from scavenger.ledger.keeper import QUIET_BYTES, Keeper
 from scavenger.ledger.reports import check
 from scavenger.ledger.retention import Policy
 from scavenger.wire import EngineSpec
-from tests.ledger.examples import T0, WAIT_S, written
+from tests.ledger.examples import T0, WAIT_S, Witness, witness, written
 from tests.ledger.histories import fetch, training
 
 ENGINE = msgspec.json.encode(EngineSpec("reference", "{}", "float32", 4, 64)).decode()
@@ -66,6 +69,83 @@ def test_a_daemon_applies_its_policy(tmp_path: Path, retention: str, became: int
     assert check(config.ledger_url) == []
     (payloads,) = fetch(config.ledger_url, "SELECT count(*) FROM chunks WHERE length(tokens) = 0 AND sample_id < 300")
     assert payloads == ((6,) if retention == "drop" else (0,))
+
+
+class Kept:
+    """A keeper whose portions `witnessed` commits; `looked()` lets it look once and gives the statements that it put to the ledger."""
+
+    def __init__(self, url: str, policy: Policy, witnessed: Witness, tickets: Iterator[int]) -> None:
+        self.engine = store.open_readonly(url)
+        self.committed: list[r.Record] = []
+        self._asked: list[str] = []
+        self._tickets = tickets
+        self._witnessed = witnessed
+        sa.event.listen(self.engine, "before_cursor_execute", lambda c, cursor, statement, *more: self._asked.append(statement))
+        self.keeper = Keeper(self.engine, policy, commit=self._commit, backlog_bytes=lambda: 0, clock=lambda: T0)
+
+    async def _commit(self, records: Sequence[r.Record]) -> None:
+        ticket = next(self._tickets)
+        self.committed += records
+        self._witnessed.writer.submit(ticket, records)
+        await asyncio.to_thread(self._witnessed.wait_ticket, ticket)
+
+    def looked(self) -> list[str]:
+        self._asked.clear()
+        asyncio.run(self.keeper.look())
+        return list(self._asked)
+
+
+def scans(statements: Sequence[str]) -> list[str]:
+    return [statement for statement in statements if re.search(r"\b(groups|samples|chunks)\b", statement)]
+
+
+@pytest.fixture
+def kept(url: str) -> Iterator[Callable[[Policy], Kept]]:
+    """Makes keepers of a ledger with a history."""
+    written(url, training())
+    made: list[Kept] = []
+    tickets = count(10_000)
+    with witness(url) as witnessed:
+
+        def make(policy: Policy) -> Kept:
+            made.append(Kept(url, policy, witnessed, tickets))
+            return made[-1]
+
+        yield make
+    for one in made:
+        one.engine.dispose()
+
+
+def test_a_keeper_with_nothing_to_do_asks_for_no_sample(kept: Callable[[Policy], Kept]) -> None:
+    """Not while the run's bound stays where it is."""
+    keeper = kept(Policy("compact", 0))
+    assert scans(keeper.looked())
+    done = len(keeper.committed)
+    assert done > 0
+    for _ in range(3):
+        assert scans(keeper.looked()) == []
+    assert len(keeper.committed) == done
+
+
+def test_a_restarted_keeper_begins_where_contents_are(kept: Callable[[Policy], Kept]) -> None:
+    """Steps whose contents are as the policy wants them cost one question together, and not one or two each."""
+    first = kept(Policy("drop", 3))  # up to step 2
+    assert len(scans(first.looked())) > 3
+    again = kept(Policy("drop", 3))
+    assert len(scans(again.looked())) == 1
+    assert scans(again.looked()) == [], "nothing below the bound was found: that is no reason to look there again"
+    assert again.committed == []
+    further = kept(Policy("compact", 2))  # what is dropped stays so
+    assert len(scans(further.looked())) == 1
+    assert further.committed == []
+
+
+def test_a_policy_that_drops_goes_on_from_what_another_compacted(kept: Callable[[Policy], Kept]) -> None:
+    kept(Policy("compact", 0)).looked()
+    dropping = kept(Policy("drop", 0))
+    dropping.looked()
+    assert dropping.committed
+    assert {record.to for record in dropping.committed if isinstance(record, r.ContentsReduced)} == {"dropped"}
 
 
 def test_the_writer_s_own_work_goes_first(sqlite_url: str) -> None:

@@ -105,6 +105,19 @@ def test_groups_are_read_until_a_kept_checkpoint_covers_them(url: str) -> None:
     engine.dispose()
 
 
+def test_a_restarted_daemon_reads_on_from_the_oldest_checkpoint_that_is_really_kept(url: str) -> None:
+    history: list[list[r.Record]] = [prologue()]
+    for step in range(1, 7):
+        history += [moved_group(step * 10, step * 10 + 1, step), consumed(step * 10, step * 10 + 1, step)]
+        if step % 2 == 0:
+            kept = str(list(range(2, step + 1, 2)))
+            history.append([r.CheckpointRecorded(1, step, 1, b"root", f"/ckpt/{step}", T0, kept)])
+    written(url, history)
+    found = snapshot(url)  # the configuration says that two are kept
+    assert [c.kept for c in found.runs[0].checkpoints] == ["[2]", "[2, 4]", "[2, 4, 6]"]
+    assert [g.created.step for g in found.groups] == [3, 4, 5, 6]
+
+
 def test_a_reopened_sample_is_complete_again_and_keeps_its_reward(url: str) -> None:
     written(url, [prologue(), moved_group(), consumed(), epilogue()[:6]])
     (only,) = snapshot(url).groups
@@ -158,7 +171,7 @@ def test_ended_runs_are_in_the_snapshot_without_their_groups_and_manifests(url: 
     assert run.created.name == "sorting"
     assert [v.version for v in run.versions] == [1, 2]
     assert not any(v.manifest for v in run.versions)
-    assert found.next_sample_id == 13
+    assert found.next_sample_id == 62
 
 
 @pytest.mark.parametrize(
@@ -172,7 +185,22 @@ def test_ended_runs_are_in_the_snapshot_without_their_groups_and_manifests(url: 
     ],
 )
 def test_consumption_is_final_up_to_the_oldest_kept_checkpoint(config: str, steps: list[int], final: int) -> None:
-    assert final_step(config, steps) == final
+    assert final_step(config, [(step, "") for step in steps]) == final
+
+
+@pytest.mark.parametrize(
+    ("saved", "final"),
+    [
+        ([(20, "[20]"), (40, "[20,40]"), (60, "[40,60]")], 40),
+        ([(20, "[20]"), (40, "[20,40]"), (60, "[20,40,60]")], 20),  # three are kept, whatever the configuration says
+        ([(20, "[20]"), (60, "[40,60]")], 40),  # of step 40 the trainer was killed before it could record it
+        ([(20, ""), (40, ""), (60, "[60]")], 60),
+        ([(20, "[20]"), (40, ""), (60, "")], 40),  # an older trainer goes on
+        ([(20, "[20]"), (40, "[20,40]"), (40, "[40]")], 40),  # recorded twice: the later counts
+    ],
+)
+def test_a_trainer_that_says_which_checkpoints_are_kept_is_believed(saved: list[tuple[int, str]], final: int) -> None:
+    assert final_step('{"checkpoint": {"keep": 2}}', saved) == final
 
 
 @pytest.mark.parametrize(

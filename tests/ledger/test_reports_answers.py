@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from scavenger.harvest.policy import Limits, OurJob, decide
+from scavenger.harvest.policy import Code, Decision, Limits, OurJob, decide
 from scavenger.ledger import records as r
 from scavenger.ledger.store import open_engine
 from scavenger.router.machine import Demand
@@ -204,11 +204,11 @@ def mine(waits: bool) -> OurJob:
     return OurJob("scv-1", 1, 101, 1, waits, connected=not waits)
 
 
-def why_none(demand: Sequence[Demand], jobs: Sequence[OurJob] = (), limits: Limits = LIMITS, **cluster: Any) -> str:
+def why_none(demand: Sequence[Demand], jobs: Sequence[OurJob] = (), limits: Limits = LIMITS, **cluster: Any) -> Decision:
     """What the policy says where it does nothing."""
     found = decide(view(T0, cluster.get("others", ()), cluster.get("nodes", NODES)), demand, jobs, limits, cluster.get("now", T0))
     assert found.actions == ()
-    return found.reason
+    return found
 
 
 FULL = (node("node0"), *(node(f"node{n}", 4) for n in (1, 2, 3)))
@@ -231,17 +231,26 @@ REASONS = [
 
 
 def test_idle_gpu_hours_are_explained_by_what_the_policy_said(url: str) -> None:
-    """The report knows the policy's words: here they come from the policy itself."""
+    """The report knows the policy's codes: here they come from the policy itself, and each with which it does nothing is there."""
+    acting = {Code.WANTED, Code.WRONG_SIZE, Code.OVER_SHARE, Code.HELD, Code.REQUEUED, Code.OVERDUE, Code.SHUTDOWN}
+    assert {decision.code for decision, _ in REASONS} == set(Code) - acting
     records: list[r.Record] = []
-    for n, (words, _) in enumerate(REASONS):
+    for n, (said, _) in enumerate(REASONS):
         at = T0 + 60.0 * n
-        records += [r.ClusterSampled(2, 1, 6, 4, 0, 0, at), r.Decision("harvest", "none", "", words, "{}", at + 1)]
+        records += [r.ClusterSampled(2, 1, 6, 4, 0, 0, at), r.Decision("harvest", "none", "", "?", "{}", at + 1, said.code)]
     written_until(url, [records], T0 + 60 * len(REASONS))
     expected: dict[str, float] = {}
     for _, reason in REASONS:
         expected[reason] = expected.get(reason, 0) + 2 / 60
     found = {row["reason"]: row["idle_gpu_hours"] for row in answers(url, "idle_gpu_hours")}
     assert found == {reason: pytest.approx(hours, abs=1e-4) for reason, hours in expected.items()}
+
+
+def test_idle_gpu_hours_of_before_codes_show_the_words(url: str) -> None:
+    records = [r.ClusterSampled(2, 1, 6, 4, 0, 0, T0), r.Decision("harvest", "none", "", "no run is open", "{}", T0 + 1)]
+    written_until(url, [records], T0 + 60)
+    (row,) = answers(url, "idle_gpu_hours")
+    assert (row["reason"], row["for_example"]) == ("the release that decided noted no code (see for_example)", "no run is open")
 
 
 def test_idle_gpu_hours_count_between_observations(url: str) -> None:

@@ -163,6 +163,22 @@ def test_dropping_takes_the_tokens_and_nothing_that_a_resume_from_a_kept_checkpo
     assert said(url, 1) == [(), ()]
 
 
+def test_what_a_resume_from_a_checkpoint_that_is_really_kept_needs_is_not_dropped(url: str) -> None:
+    """The trainer keeps three where its configuration says two: the oldest is of step 1."""
+    saved = {1: "[1]", 2: "[1,2]", 4: "[1,2,4]"}
+    said_so = [
+        [msgspec.structs.replace(x, kept=saved[x.step]) if isinstance(x, r.CheckpointRecorded) else x for x in portion]
+        for portion in training()
+    ]
+    written(url, said_so)
+    assert keep(url, DROP) == 2  # step 1's
+    assert fetch(url, "SELECT DISTINCT sample_id FROM chunks WHERE length(tokens) = 0 ORDER BY 1") == [(101,), (102,)]
+    # The next record says that those of steps 1 and 2 are about to be deleted.
+    written(url, [[r.CheckpointRecorded(1, 4, 1, b"root", "/ckpt/4", T0 + 30, "[4]")]])
+    keep(url, DROP)
+    assert (201,) in fetch(url, "SELECT DISTINCT sample_id FROM chunks WHERE length(tokens) = 0")
+
+
 def test_a_reader_is_told_what_became_of_an_answer(sqlite_url: str, tmp_path: Path) -> None:
     words = tmp_path / "tokenizer.json"
     Tokenizer(WordLevel({"seven": 7, "eight": 8, "nine": 9}, unk_token="seven")).save(str(words))

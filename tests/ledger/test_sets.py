@@ -6,6 +6,7 @@ import pytest
 
 from scavenger.ledger import records as r
 from scavenger.ledger import sets
+from scavenger.ledger.parameters import each
 from scavenger.ledger.statements import KINDS
 from scavenger.ledger.store import open_engine
 from tests.ledger.examples import written
@@ -30,6 +31,41 @@ def test_sqlite_searches_by_key(sqlite_url: str, analyzed: bool) -> None:
                 assert any(step.startswith(f"SEARCH {shape.table.name} ") for step in steps), (kind, rows, steps)
                 assert not any(step.startswith(f"SCAN {shape.table.name}") for step in steps), (kind, rows, steps)
     engine.dispose()
+
+
+JOINT = {kind: tuple(s.shape for s in known.statements if s.shape is not None and s.rows is each) for kind, known in KINDS.items()}
+
+
+@pytest.mark.parametrize("analyzed", [False, True])
+def test_sqlite_searches_by_key_from_a_table_of_parameters_too(sqlite_url: str, analyzed: bool) -> None:
+    many = [r.GroupCreated(1, 1, "train", 1, 0, 0, 1, b"", 3000, 1, "{}", "{}", 1.0)]
+    written(sqlite_url, [[*many, *(r.LeaseGranted(s, 1, 1, 1, 0, 1.0) for s in range(1, 3001))]])
+    engine = open_engine(sqlite_url)
+    with engine.connect() as connection:
+        if analyzed:
+            connection.exec_driver_sql("ANALYZE")
+        for kind in (r.LeaseGranted, r.LeaseEnded, r.LeaseMoved, r.SampleEnded, r.SampleReopened):
+            shapes = JOINT[kind]
+            names = sets.joint_names(shapes)
+            connection.exec_driver_sql(f"CREATE TEMP TABLE {sets._stage(names)} ({', '.join(names)})")
+            for shape, statement in zip(shapes, sets._sqlite_joint(shapes), strict=True):
+                steps = [step[3] for step in connection.exec_driver_sql("EXPLAIN QUERY PLAN " + statement).all()]
+                if shape.keys:
+                    assert any(step.startswith(f"SEARCH {shape.table.name} ") for step in steps), (kind, steps)
+                assert not any(step.startswith(f"SCAN {shape.table.name}") for step in steps), (kind, steps)
+    engine.dispose()
+
+
+def test_rows_that_share_a_key_of_any_shape_are_not_run_jointly() -> None:
+    shapes = JOINT[r.LeaseMoved]
+    names = sets.joint_names(shapes)
+    epoch, sample = names.index("p_epoch"), names.index("p_sample_id")
+
+    def row(sample_id: int, number: int) -> tuple[int, ...]:
+        return tuple(sample_id if at == sample else number if at == epoch else 0 for at in range(len(names)))
+
+    assert sets.apart(shapes, names, [row(1, 1), row(2, 1)])
+    assert not sets.apart(shapes, names, [row(1, 1), row(2, 1), row(1, 2)]), "the second move needs what the first one made"
 
 
 def test_rows_of_one_key_are_run_one_after_the_other() -> None:

@@ -15,6 +15,7 @@ from scavenger.ledger import records as r
 from scavenger.ledger import store
 from scavenger.ledger.faults import WriterState
 from scavenger.ledger.reports import check
+from tests.ledger.conftest import new_database
 from tests.ledger.examples import T0, everything, witness, written
 from tests.ledger.histories import config
 
@@ -64,6 +65,33 @@ def test_rows_of_every_table_go_down_and_up_through_every_revision(url: str) -> 
         assert mine == theirs, after
     assert dump(url).keys() == whole.keys()
     assert check(url) == []
+
+
+def test_what_was_noted_before_codes_and_kept_checkpoints_says_nothing_of_them(url: str) -> None:
+    written(url, everything())
+    store.downgrade(url, "0005")
+    store.upgrade(url)
+    found = dump(url)
+    assert {row["code"] for row in found["decisions"]} == {""}
+    assert {row["kept"] for row in found["checkpoints"]} == {""}
+    engine = store.open_readonly(url)
+    with engine.connect() as connection:
+        assert connection.execute(sa.text("SELECT DISTINCT d.code, c.kept FROM v_decisions d, v_checkpoints c")).all() == [("", "")]
+    engine.dispose()
+
+
+@pytest.mark.postgres
+def test_an_upgrade_keeps_the_grants_of_the_views_that_got_a_column(postgres: sa.URL) -> None:
+    url = new_database(postgres)
+    store.upgrade(url, "0005")
+    engine = store.open_engine(url)
+    granted = "SELECT table_name FROM information_schema.role_table_grants WHERE grantee = 'PUBLIC' AND table_name LIKE 'v\\_%' ORDER BY 1"
+    with engine.connect() as connection, connection.begin():
+        connection.execute(sa.text("GRANT SELECT ON v_decisions, v_checkpoints, v_runs TO PUBLIC"))
+    store.upgrade(url)
+    with engine.connect() as connection:
+        assert connection.scalars(sa.text(granted)).all() == ["v_checkpoints", "v_decisions", "v_runs"]
+    engine.dispose()
 
 
 def test_an_upgrade_fences_the_daemon_that_runs_on_the_older_tables(url: str) -> None:

@@ -56,11 +56,11 @@ def test_every_kind_of_record_changes_its_tables(url: str) -> None:
     derived = rows(engine, "SELECT state, moves, epoch, accepted_len, regenerated, worker_id FROM samples ORDER BY sample_id").rows
     engine.dispose()
     assert counts == {
-        "generations": 1, "runs": 1, "attempts": 2, "weight_versions": 2, "steps": 2, "checkpoints": 1, "groups": 1, "samples": 2,
-        "sample_ends": 6, "leases": 3, "chunks": 4, "workers": 2, "jobs": 1, "job_states": 3, "holds": 1, "cluster_samples": 1,
+        "generations": 1, "runs": 1, "attempts": 2, "weight_versions": 2, "steps": 2, "checkpoints": 1, "groups": 2, "samples": 3,
+        "sample_ends": 7, "leases": 5, "chunks": 4, "workers": 2, "jobs": 1, "job_states": 3, "holds": 1, "cluster_samples": 1,
         "decisions": 1, "events": 1,
     }  # fmt: skip
-    assert derived == (("consumed", 1, 2, 9, 2, 2), ("consumed", 0, 1, 4, 0, 2))
+    assert derived == (("consumed", 1, 2, 9, 2, 2), ("consumed", 0, 1, 4, 0, 2), ("surplus", 0, 2, 0, 1, 2))
 
 
 def test_one_transaction_or_many_leave_the_same_ledger(sqlite_url: str, tmp_path: Path) -> None:
@@ -504,11 +504,13 @@ def test_a_log_that_a_reader_keeps_from_shrinking_is_measured_and_written_back_w
         assert w.states == [], "a reader does not stall the writer"
         assert reader.execute("SELECT count(*) FROM events").fetchone() == (1,), "the reader sees what it saw"
         assert log_file.stat().st_size > 75_000_000
+        assert (w.writer.wal.blocked > 0, w.writer.wal.written_back) == (True, 0)
         reader.execute("COMMIT")
         w.writer.submit(41, [event(41)])
         w.wait_ticket(41)
         assert w.writer.close(drain=True)
         assert w.writer.wal_bytes <= bound
+        assert w.writer.wal.written_back == 1
         *large, small = [entry for entry in told if "log is" in entry["event"]]
         assert large
         assert all(entry["log_level"] == "warning" and entry["nbytes"] > bound for entry in large)
@@ -518,10 +520,26 @@ def test_a_log_that_a_reader_keeps_from_shrinking_is_measured_and_written_back_w
     assert subjects(sqlite_url) == list(range(42))
 
 
+def test_the_log_is_written_back_by_the_watch_and_not_within_a_commit(sqlite_url: str, tmp_path: Path) -> None:
+    upgrade(sqlite_url)
+    log_file = tmp_path / "state" / "ledger.sqlite3-wal"
+    sizes = {}
+    for checkpoint_bytes in (10**9, 2_000_000):
+        with witness(sqlite_url, checkpoint_bytes=checkpoint_bytes) as w:
+            for ticket in range(25):
+                w.writer.submit(ticket, [event(ticket, 2_000_000)])
+                w.wait_ticket(ticket)
+            assert w.writer.close(drain=False)
+            sizes[checkpoint_bytes] = w.writer.wal_bytes
+        assert not log_file.exists() or log_file.stat().st_size == 0, "the last connection closed it"
+    assert sizes[10**9] > 45_000_000, "SQLite alone would have written it back at 32 MB"
+    assert sizes[2_000_000] < 10_000_000
+
+
 def test_a_sync_that_fails_while_the_log_is_written_back_ends_the_writer(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     upgrade(sqlite_url)
 
-    def broken(watch: object) -> None:
+    def broken(watch: object, how: str) -> None:
         error = sqlite3.OperationalError("disk I/O error")
         error.sqlite_errorcode = sqlite3.SQLITE_IOERR_FSYNC
         raise error
@@ -565,6 +583,56 @@ def test_a_sample_that_moves_often_within_one_transaction_keeps_every_move(url: 
     found = rows_of(engine, "SELECT sample_id, epoch, worker_id, moves, regenerated, accepted_len FROM samples ORDER BY sample_id")
     engine.dispose()
     assert found == [(1, 5, 15, 4, 10, 5), (2, 5, 15, 4, 10, 5)]
+
+
+@pytest.mark.parametrize("samples", [1, 9, 600])
+def test_a_move_is_its_end_and_its_grant(url: str, samples: int) -> None:
+    """Three moves of each sample, the first two in one transaction; the even samples' are written as two records each."""
+    upgrade(url)
+    ids = range(1, samples + 1)
+
+    def moves(epoch: int, at: float) -> list[r.Record]:
+        whole = [r.LeaseMoved(s, epoch, "node lost" if s % 3 else "", 5 * epoch - 5, s % 4, 10 + epoch, 1, at) for s in ids if s % 2]
+        ended = [r.LeaseEnded(s, epoch, "node lost" if s % 3 else "", 5 * epoch - 5, s % 4, at) for s in ids if not s % 2]
+        return [*whole, *ended, *(r.LeaseGranted(s, epoch + 1, 10 + epoch, 1, 5 * epoch - 5, at) for s in ids if not s % 2)]
+
+    with witness(url) as w:
+        made = r.GroupCreated(1, 1, "train", 1, 0, 0, 1, b"", samples, 1, "{}", "{}", 1.0)
+        w.writer.submit(0, [made, *(r.LeaseGranted(s, 1, 9, 1, 0, 1.0) for s in ids)])
+        w.writer.submit(1, [*moves(1, 2.0), *moves(2, 3.0)])
+        w.wait_ticket(1)
+        w.writer.submit(2, moves(3, 4.0))
+        w.wait_ticket(2)
+    engine = open_engine(url)
+    found = rows_of(engine, "SELECT sample_id, epoch, worker_id, moves, regenerated, accepted_len FROM samples ORDER BY sample_id")
+    leases = rows_of(
+        engine,
+        "SELECT sample_id, epoch, worker_id, start_len, end_len, regenerated, reason, granted_at, ended_at FROM leases"
+        " ORDER BY sample_id, epoch",
+    )
+    engine.dispose()
+    assert found == [(s, 4, 13, 2, 3 * (s % 4), 10) for s in ids]
+    expected: list[tuple[object, ...]] = []
+    for s in ids:
+        why = "node lost" if s % 3 else ""
+        expected += [(s, e, 9 + e * (e > 1), max(0, 5 * e - 10), 5 * e - 5, s % 4, why, float(e), float(e + 1)) for e in (1, 2, 3)]
+        expected.append((s, 4, 13, 10, 10, 0, "", 4.0, None))
+    assert leases == expected
+
+
+@pytest.mark.parametrize("samples", [1, 600])
+def test_a_move_of_a_lease_that_is_not_there_is_refused_whole(url: str, samples: int) -> None:
+    upgrade(url)
+    with witness(url) as w:
+        made = r.GroupCreated(1, 1, "train", 1, 0, 0, 1, b"", samples, 1, "{}", "{}", 1.0)
+        w.writer.submit(0, [made, *(r.LeaseGranted(s, 1, 9, 1, 0, 1.0) for s in range(1, samples + 1))])
+        w.wait_ticket(0)
+        w.writer.submit(1, [r.LeaseMoved(s, 1 + (s == samples), "node lost", 0, 0, 2, 1, 2.0) for s in range(1, samples + 1)])
+        w.wait_state(WriterState.FAILED)
+        assert f"1 of {samples} LeaseMoved records name a row that is not there" in w.states[-1][1]
+    engine = open_engine(url)
+    assert rows_of(engine, "SELECT count(*) FROM leases") == [(samples,)]
+    engine.dispose()
 
 
 def test_a_large_batch_that_names_a_missing_row_is_refused_whole(url: str) -> None:

@@ -23,7 +23,7 @@ from scavenger.router.events import Committed, RouterEvent
 from scavenger.router.state import Core
 from scavenger.wire import Accepted, Ack, Assign, GoodbyeAck, GroupDone, Lease, Message, Reply, RunOpened, UseWeights, Welcome
 from tests.router.engines import MAX_TOKENS, payload
-from tests.router.harness import Ledger
+from tests.router.harness import Ledger, plain
 
 ENDS = {"consumed", "filtered", "masked", "evaluated", "superseded", "poisoned", "surplus"}
 STANDING = ENDS - {"superseded", "poisoned", "surplus"} | {"open", "complete"}
@@ -44,7 +44,7 @@ class Truth:
         self.runs: dict[str, int] = {}
 
     def commit(self, records: tuple[rec.Record, ...]) -> None:
-        for record in records:
+        for record in plain(records):
             self._committed(record)
         self.ledger.apply(records)
         self.open -= {r.sample_id for r in records if isinstance(r, rec.SampleEnded)}

@@ -7,6 +7,7 @@ no more. Commits happen when the test says so, unless `auto` is on.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -117,6 +118,16 @@ class Row:
     ends: list[str] = field(default_factory=list)
 
 
+def plain(records: Iterable[rec.Record]) -> Iterator[rec.Record]:
+    """The records, with a move as the end and the grant that it is."""
+    for record in records:
+        if isinstance(record, rec.LeaseMoved):
+            yield rec.LeaseEnded(record.sample_id, record.epoch, record.reason, record.length, record.regenerated, record.at)
+            yield rec.LeaseGranted(record.sample_id, record.epoch + 1, record.worker_id, record.version, record.length, record.at)
+        else:
+            yield record
+
+
 class Ledger:
     """What commits leave behind. Refuses what a real ledger's audit would."""
 
@@ -134,7 +145,7 @@ class Ledger:
         self.consumed: dict[int, int] = {}  # sample -> times consumed and not reopened
 
     def apply(self, records: tuple[rec.Record, ...]) -> None:
-        for record in records:
+        for record in plain(records):
             self.log.append(record)
             self._apply(record)
 
@@ -232,7 +243,18 @@ class Ledger:
             self.group_versions[group_id],
             tuple(
                 rec.SampleState(
-                    i, r.index, r.state, r.epoch, r.moves, len(r.tokens) // 4, r.finish, r.reward, r.lease, r.step, r.attempt, r.reason,
+                    i,
+                    r.index,
+                    r.state,
+                    r.epoch,
+                    r.moves,
+                    len(r.tokens) // 4,
+                    r.finish,
+                    r.reward,
+                    r.lease,
+                    r.step,
+                    r.attempt,
+                    r.reason,
                 )
                 for i, r in rows
             ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from scavenger.ledger.records import CheckpointRecorded
 from scavenger.router.events import Identity, TrainerCalled
 from scavenger.wire import (
     Accepted,
@@ -26,6 +27,8 @@ from scavenger.wire import (
     SetReserved,
     SubmitGroups,
     WeightsLoaded,
+    decode_to_daemon,
+    encode,
     pack_tokens,
 )
 from tests.router.harness import SOURCE, Bench, open_body, root, specs, started
@@ -51,6 +54,24 @@ def test_every_call_may_be_repeated() -> None:
         assert isinstance(bench.call(CloseRun("finished")), Ok)
     assert sum(type(r).__name__ == "RunEnded" for r in bench.ledger.log) == 1
     assert len(bench.take(W1, Drain)) == 1
+
+
+def test_the_ledger_has_the_steps_that_a_checkpoint_says_are_kept() -> None:
+    bench = started(n=1)
+    assert isinstance(bench.call(RecordCheckpoint(4, 1, root(1), "/c", (4, 2, 4))), Ok)
+    assert isinstance(bench.call(RecordCheckpoint(4, 1, root(1), "/c")), Ok)  # an older trainer's
+    refused = bench.call(RecordCheckpoint(4, 1, root(1), "/c", (2,)))
+    assert isinstance(refused, Denied)
+    assert "not among those kept" in refused.reason
+    assert [r.kept for r in bench.ledger.log if isinstance(r, CheckpointRecorded)] == ["[2,4]", ""]
+
+
+def test_a_peer_that_knows_nothing_of_kept_checkpoints_is_understood() -> None:
+    frame = msgspec.msgpack.decode(encode(Call(1, "run", 1, RecordCheckpoint(4, 1, b"root", "/c", (2, 4)))))
+    assert frame["body"].pop("kept") == [2, 4]
+    decoded = decode_to_daemon(msgspec.msgpack.encode(frame))
+    assert isinstance(decoded, Call)
+    assert decoded.body == RecordCheckpoint(4, 1, b"root", "/c", None)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from scavenger.router import office
 from scavenger.router import samples as sm
 from scavenger.router.events import Fill, TrainerCalled, WorkerSaid
 from scavenger.router.payload_check import payload_faults
-from scavenger.router.payloads import FLAT_BYTES, ColdPayload, PayloadStore, fill
+from scavenger.router.payloads import FLAT_BYTES, ColdPayload, PayloadStore, fill_group, fill_leases
 from scavenger.wire import Ack, Assign, Attach, Call, Chunk, Chunks, Goodbye, GroupDone, Held, Revoke, pack_logprobs, pack_tokens
 from tests.router import schedule
 from tests.router.harness import OWNER, chunk_of, payload, root, specs
@@ -104,11 +104,11 @@ def test_a_dropped_sample_takes_no_memory() -> None:
 def test_messages_are_filled_with_as_many_tokens_as_the_core_said() -> None:
     store = stored(10_000, chunk_of(1, 1, 1, 0, 6))
     bench, lease = one_lease()
-    (with_tokens,) = fill(Assign((lease,)), (4,), store.take).leases  # type: ignore[union-attr]
+    (with_tokens,) = fill_leases(Assign((lease,)), (4,), store)
     assert with_tokens == msgspec.structs.replace(lease, accepted=payload(1, 0, 4)[0])
     bench.chunk(W1, lease, 0, 8, "length")
     (done,) = bench.take(1, GroupDone)
-    (again,) = fill(done, (3,), store.take).samples  # type: ignore[union-attr]
+    (again,) = fill_group(done, (3,), store).samples
     assert (again.tokens, again.logprobs, again.raw_logprobs) == payload(1, 0, 3)
 
 
@@ -209,6 +209,26 @@ def test_a_message_for_samples_that_were_forgotten_is_dropped() -> None:
     sm.supersede(bench.router.core, bench.router.core.groups[1], "another attempt")
     assert office.lacking_message(bench.router.core, bench.store, found[0]) == {}
     assert office.filled(bench.store, found[0]) is None
+
+
+def test_of_many_leases_only_those_of_forgotten_samples_are_left_out() -> None:
+    """Two samples move in one message while their tokens are read; one of the two is superseded meanwhile."""
+    bench, lease = one_lease()
+    bench.submit(step=2, groups=specs(1, 1))
+    (other,) = bench.leases(W1)
+    bench.store.bound = 0
+    for x in (lease, other):
+        bench.chunk(W1, x, 0, 5)
+    moved = Fill(W2, Assign((lease, other)), (5, 5))
+    core, store = bench.router.core, bench.store
+    assert office.lacking_message(core, store, moved) == {1: 5, other.sample_id: 5}
+    sm.supersede(core, core.groups[1], "another attempt")
+    assert office.lacking_message(core, store, moved) == {other.sample_id: 5}, "what was forgotten is not read"
+    bench._load({other.sample_id: 5})
+    assert office.lacking_message(core, store, moved) == {}
+    message = office.filled(store, moved)
+    assert isinstance(message, Assign)
+    assert [(x.sample_id, x.accepted) for x in message.leases] == [(other.sample_id, payload(other.sample_id, 0, 5)[0])]
 
 
 # ---------------------------------------------------------------- values

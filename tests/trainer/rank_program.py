@@ -37,7 +37,7 @@ def train(ranks: Ranks, seed: int) -> dict[str, object]:
 
 def save(ranks: Ranks, out: Path, root: object) -> None:
     ranks.save(checkpoint.prepare(out, 1))
-    checkpoint.complete(out, checkpoint.State(1, 1, str(root), GROUPS, 0, ranks.updates_taken, "float64"), keep=2)
+    checkpoint.complete(out, checkpoint.State(1, 1, str(root), GROUPS, 0, ranks.updates_taken, "float64"))
 
 
 def idle(comm: Comm) -> float:

@@ -12,8 +12,15 @@ from trainer import checkpoint
 
 
 def write(out_dir: Path, step: int, attempt: int, keep: int = 2) -> Path:
+    """A checkpoint, and the end of what it makes surplus."""
+    path = complete(out_dir, step, attempt)
+    checkpoint.delete(checkpoint.surplus(out_dir, path, keep).going)
+    return path
+
+
+def complete(out_dir: Path, step: int, attempt: int) -> Path:
     checkpoint.prepare(out_dir, step)
-    return checkpoint.complete(out_dir, checkpoint.State(step, step, "00", step, 0, step, "float32", attempt), keep)
+    return checkpoint.complete(out_dir, checkpoint.State(step, step, "00", step, 0, step, "float32", attempt))
 
 
 def names(paths: list[Path]) -> list[str]:
@@ -76,3 +83,26 @@ def test_a_checkpoint_from_before_attempts_were_noted_is_read(tmp_path: Path) ->
     (path / checkpoint.STATE_FILE).write_bytes(b"{}")
     with pytest.raises(ConfigError):
         checkpoint.read_state(path)
+
+
+def test_what_stays_is_known_while_everything_is_still_there(tmp_path: Path) -> None:
+    write(tmp_path, 20, attempt=1)
+    write(tmp_path, 40, attempt=1)
+    found = checkpoint.surplus(tmp_path, complete(tmp_path, 60, attempt=1), 2)
+    assert found.kept == (40, 60)
+    assert names(checkpoint.found(tmp_path)) == ["step-00000020", "step-00000040", "step-00000060"], "nothing is deleted by asking"
+    checkpoint.delete(found.going)
+    assert names(checkpoint.found(tmp_path)) == ["step-00000040", "step-00000060"]
+
+
+def test_abandoned_checkpoints_are_not_said_to_be_kept(rewound: Path) -> None:
+    assert checkpoint.surplus(rewound, complete(rewound, 20, attempt=2), 2).kept == (20,)
+
+
+def test_what_a_deletion_left_when_it_was_killed_is_deleted_by_the_next(tmp_path: Path) -> None:
+    half = write(tmp_path, 20, attempt=1)
+    (half / "shard.safetensors").write_bytes(b"x")
+    (half / checkpoint.STATE_FILE).unlink()
+    assert checkpoint.surplus(tmp_path, complete(tmp_path, 40, attempt=1), 2) == ((40,), (half,))
+    write(tmp_path, 60, attempt=1)
+    assert not half.exists()

@@ -31,6 +31,8 @@ class Script:
     def __init__(self, attempt: int, die_at: tuple[str, int] | None = None) -> None:
         self.attempt, self.next_version, self.updates_taken = attempt, 1, 0
         self.acts: list[tuple[str, int]] = []
+        self.told: list[tuple[Sequence[int] | None, list[int]]] = []  # steps that each record said are kept, and those on disk then
+        self.out_dir = Path()
         self._die_at = die_at
         self._waiting: list[Any] = []
 
@@ -77,17 +79,19 @@ class Script:
     def commit(self, step: int, version: int, outcomes: Any, metrics: Any, purpose: str = "train") -> None:
         self.act(purpose, step)
 
-    def checkpoint(self, step: int, version: int, root: bytes, path: str) -> None:
+    def checkpoint(self, step: int, version: int, root: bytes, path: str, kept: Sequence[int] | None = None) -> None:
         self.act("checkpoint", step)
+        self.told.append((kept, [checkpoint.read_state(path).step for path in checkpoint.found(self.out_dir)]))
 
 
-def attempt(out_dir: Path, script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+def attempt(out_dir: Path, script: Script, monkeypatch: pytest.MonkeyPatch, keep: int = 2) -> None:
+    script.out_dir = out_dir
     config = RunConfig.model_validate(
         {
             "run": {"name": "r", "steps": 4, "state_dir": "/state", "out_dir": out_dir},
             "model": {"path": "/model", "context_length": 24},
             "sampling": {"max_tokens": 8},
-            "checkpoint": {"every": 2},
+            "checkpoint": {"every": 2, "keep": keep},
             "eval": {"every": 2, "problems": 1},
         }
     )
@@ -120,6 +124,19 @@ def test_a_checkpoint_comes_after_all_that_is_due_at_its_step(tmp_path: Path, mo
     attempt(tmp_path, script, monkeypatch)
     assert script.acts[-3:] == [("train", 4), ("eval", 4), ("checkpoint", 4)]
     assert [checkpoint.read_state(path).attempt for path in checkpoint.found(tmp_path)] == [7, 7]
+
+
+def test_a_checkpoint_is_deleted_only_once_the_ledger_knows_that_it_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script(1)
+    attempt(tmp_path, script, monkeypatch, keep=1)
+    assert script.told == [((2,), [2]), ((4,), [2, 4])]
+    assert [checkpoint.read_state(path).step for path in checkpoint.found(tmp_path)] == [4]
+
+
+def test_a_trainer_killed_before_that_was_recorded_has_deleted_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Killed):
+        attempt(tmp_path, Script(1, ("checkpoint", 4)), monkeypatch, keep=1)
+    assert [checkpoint.read_state(path).step for path in checkpoint.found(tmp_path)] == [2, 4]
 
 
 @pytest.mark.parametrize("committed", [True, False])

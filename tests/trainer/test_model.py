@@ -144,7 +144,7 @@ def test_a_resumed_learner_goes_on_bit_by_bit(model_folder: Path, mesh: DeviceMe
     checkpoint.save_shards(learner, path)
     state = checkpoint.State(1, 2, "00", 3, 0, learner.updates_taken, "float64")
     assert checkpoint.select(tmp_path, "auto") is None, "incomplete until renamed"
-    final = checkpoint.complete(tmp_path, state, keep=2)
+    final = checkpoint.complete(tmp_path, state)
     other = make_learner(model_folder, mesh)
     checkpoint.load_shards(other, final, checkpoint.read_state(final).updates_taken)
     for one in (learner, other):
@@ -158,7 +158,8 @@ def test_only_the_newest_checkpoints_are_kept(model_folder: Path, mesh: DeviceMe
     learner = make_learner(model_folder, mesh)
     for step in (2, 4, 6):
         checkpoint.save_shards(learner, checkpoint.prepare(tmp_path, step))
-        checkpoint.complete(tmp_path, checkpoint.State(step, 1, "", 0, 0, 0, "float64"), keep=2)
+        path = checkpoint.complete(tmp_path, checkpoint.State(step, 1, "", 0, 0, 0, "float64"))
+        checkpoint.delete(checkpoint.surplus(tmp_path, path, keep=2).going)
     assert [path.name for path in checkpoint.found(tmp_path)] == ["step-00000004", "step-00000006"]
     newest = checkpoint.select(tmp_path, "auto")
     assert newest is not None

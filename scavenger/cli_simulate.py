@@ -1,0 +1,241 @@
+"""The `scavenger simulate` commands: argument parsing and printing. Each calls one function of the part that does the work.
+
+`scavenger simulate ...` without a command of its own is `scavenger simulate site ...`: the question that a site asks.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from datetime import datetime, tzinfo
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from scavenger.cli_options import DEFAULT_CONFIG, ConfigOption
+from scavenger.errors import ConfigError
+from scavenger.simulate.sacct import COMMAND, NODES_COMMAND
+
+if TYPE_CHECKING:
+    from scavenger.config import DaemonConfig
+    from scavenger.simulate.survey import Observed, Question
+
+DEFAULT_COMMAND = "site"
+HELP = f"""What would idle GPUs give here, and what would others notice? Reads only.
+
+From the site's accounting, as a user who may see all jobs. Make the dump with
+
+\b
+{COMMAND}
+{NODES_COMMAND}
+
+and ask with
+
+\b
+scavenger simulate --sacct dump.txt --nodes nodes.txt --model Qwen3-8B --gpu H100
+
+or look at the cluster as it is now (`--live`), or at a trace (`--trace`). Constants of an engine come from measurements:
+`scavenger simulate calibrate --help`.
+"""
+
+
+class SiteByDefault(TyperGroup):
+    """A group whose options and files, given without a command, are those of its default command."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+        if not args or args[0] not in self.commands:
+            args = [DEFAULT_COMMAND, *(args or ["--help"])]
+        return super().parse_args(ctx, args)
+
+
+class PlainHelp(TyperCommand):
+    """Help without boxes: commands in it stay whole lines, to be copied."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **(kwargs | {"rich_markup_mode": None}))
+
+
+app = typer.Typer(cls=SiteByDefault, rich_markup_mode=None, help="What idle GPUs would give: from accounting, live, or a trace.")
+
+Model = Annotated[str, typer.Option("--model", help="the model that engines would serve: Qwen3-8B, Qwen3-14B or Qwen3-32B")]
+Gpu = Annotated[str, typer.Option("--gpu", help="the GPU: H100, H200 or A100")]
+Gpus = Annotated[int, typer.Option("--gpus-per-engine", min=1, help="GPUs of one engine, on one node")]
+
+
+@app.command(DEFAULT_COMMAND, cls=PlainHelp, help=HELP)
+def site_command(
+    sacct: Annotated[Path | None, typer.Option("--sacct", help="the dump of accounting; .gz is read too")] = None,
+    nodes: Annotated[Path | None, typer.Option("--nodes", help="the nodes, for those that were always idle")] = None,
+    live: Annotated[bool, typer.Option("--live", help="one look at the cluster that this host belongs to; changes nothing")] = False,
+    trace: Annotated[Path | None, typer.Option("--trace", help="a trace of idle GPUs, jobs or spot instances (docs/simulate.md)")] = None,
+    source: Annotated[str, typer.Option("--source", help="of a spot trace: which instances")] = "",
+    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", min=1, help="of a trace: GPUs of a node or instance")] = 8,
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option("--ignore-partition", help="its jobs' GPUs count as idle, as an existing harvest partition's do; repeatable"),
+    ] = None,
+    model: Model = "Qwen3-8B",
+    gpu: Gpu = "H100",
+    gpus: Gpus = 1,
+    engines: Annotated[int | None, typer.Option("--engines", min=1, help="engines at most; default: as many as fit")] = None,
+    cold_start_s: Annotated[float | None, typer.Option("--cold-start", min=0, help="s until an engine works; default: by model")] = None,
+    notice_s: Annotated[float, typer.Option("--notice", min=0, help="s until the daemon sees an idle GPU (cluster.observe_s)")] = 60.0,
+    grace_s: Annotated[float, typer.Option("--grace", min=0, help="the harvest partition's GraceTime, s")] = 0.0,
+    kill_wait_s: Annotated[float, typer.Option("--kill-wait", min=0, help="slurm.conf's KillWait, s")] = 30.0,
+    message_timeout_s: Annotated[float, typer.Option("--message-timeout", min=0, help="slurm.conf's MessageTimeout, s")] = 10.0,
+    sched_interval_s: Annotated[float, typer.Option("--sched-interval", min=0, help="SchedulerParameters' sched_interval, s")] = 60.0,
+    timezone: Annotated[str, typer.Option("--timezone", help="for the hours of the day, as Europe/Berlin; default: this host's")] = "",
+    partition: Annotated[
+        str, typer.Option("--partition", help="the harvest partition: its nodes only; with --live it may be a planned one")
+    ] = "",
+    gpu_type: Annotated[str, typer.Option("--gpu-type", help="nodes with these GPUs only, as Slurm calls them (with --nodes)")] = "",
+    html: Annotated[Path | None, typer.Option("--html", help="write the report here too, one self-contained page")] = None,
+    config_path: ConfigOption = DEFAULT_CONFIG,
+) -> None:
+    if sum((sacct is not None, live, trace is not None)) != 1:
+        raise typer.BadParameter("give one of --sacct, --live and --trace")
+    if live:
+        if html is not None:
+            raise typer.BadParameter("--live has no report: one look is no series")
+        _look(config_path, partition, gpus, engines, sched_interval_s)
+        return
+    from scavenger.simulate import presets
+    from scavenger.simulate.survey import Question
+    from scavenger.simulate.survey_waits import Timing
+
+    spec = presets.engine(model, gpu, gpus)
+    timing = Timing(grace_s, kill_wait_s, message_timeout_s, sched_interval_s)
+    cold_s = presets.COLD_CACHE.mean_s(spec.model.weight_bytes) if cold_start_s is None else cold_start_s
+    only = (gpu_type, partition)
+    observed = _observed(sacct, nodes, ignore or [], only, trace, source, gpus_per_node)
+    _survey(observed, Question(spec, cold_s, notice_s, engines, timing, _zone(timezone, observed.since)), html)
+
+
+def _observed(
+    sacct: Path | None, nodes: Path | None, ignore: list[str], only: tuple[str, str], trace: Path | None, source: str, gpus_per_node: int
+) -> Observed:
+    from scavenger import cli_tables
+    from scavenger.simulate import survey_sources
+    from scavenger.simulate.engine import Streams
+
+    if sacct is not None:
+        with cli_tables.busy(f"reading {sacct}"):
+            return survey_sources.read_sacct(sacct, nodes, ignore, time.time(), survey_sources.Only(*only))
+    assert trace is not None  # one of the two was given
+    if nodes is not None or ignore or any(only):
+        raise typer.BadParameter("--nodes, --ignore-partition, --partition and --gpu-type go with --sacct")
+    return survey_sources.read_trace(trace, gpus_per_node, source, Streams(0))
+
+
+def _survey(observed: Observed, question: Question, html: Path | None) -> None:
+    from scavenger import cli_tables
+    from scavenger.simulate import survey_report, survey_text
+    from scavenger.simulate.report import html as page
+    from scavenger.simulate.survey import survey
+
+    with cli_tables.busy("placing engines"):
+        found = survey(observed, question)
+    console = cli_tables.console()
+    console.print(survey_text.title(observed, question), style="bold")
+    cli_tables.print_rows(console, survey_text.rows(found, survey_text.NO_DRIVER))
+    cli_tables.print_hours(console, survey_text.hours(found.by_hour))
+    for note in survey_text.notes(found, survey_text.NO_DRIVER):
+        console.print(f"note: {note}", markup=False)
+    if html is not None:
+        cli_tables.write(html, page(survey_report.of_survey(found, survey_text.NO_DRIVER)))
+        console.print(f"wrote {html}", markup=False)
+
+
+def _look(config_path: Path, partition: str, gpus: int, engines: int | None, sched_interval_s: float) -> None:
+    from scavenger import cli_tables
+    from scavenger.cluster import choose
+    from scavenger.harvest.health import Health
+    from scavenger.harvest.limits import limits_of, rules_of
+    from scavenger.simulate import live, live_text
+
+    _log_warnings_only()
+    settings = _settings(config_path, partition)
+    cluster = choose.backend(settings)
+    try:
+        info, view = cluster.info(), cluster.view()
+    finally:
+        cluster.close()
+    now = time.time()
+    limits = limits_of(settings, Health(rules_of(settings, "", info.user).health), 0.0, now)
+    wish = live.Wish(gpus, engines, sched_interval_s)
+    found = live.look(view, info, wish, limits, now, settings.harvest.qos)
+    console = cli_tables.console()
+    seen = datetime.fromtimestamp(view.observed_at).astimezone()
+    console.print(f"{found.cluster}, {seen:%Y-%m-%d %H:%M:%S %Z}", style="bold", markup=False)
+    cli_tables.print_rows(console, live_text.rows(found, wish))
+    for note in live_text.notes(found, _configured(config_path)):
+        console.print(f"note: {note}", markup=False, soft_wrap=True)
+
+
+def _configured(path: Path) -> bool:
+    """Whether there is a configuration, or should be one: a path that was given must exist."""
+    return path != DEFAULT_CONFIG or path.exists()
+
+
+def _log_warnings_only() -> None:
+    import logging
+
+    import structlog
+
+    level = structlog.make_filtering_bound_logger(logging.WARNING)
+    structlog.configure(wrapper_class=level, logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+
+
+def _settings(path: Path, partition: str) -> DaemonConfig:
+    """The daemon's configuration; where there is none yet, its defaults. `partition` goes before the file's."""
+    from scavenger import config
+
+    if _configured(path):
+        settings = config.read_daemon(path)
+    else:
+        settings = config.DaemonConfig(daemon=config.DaemonSection(state_dir=Path()))
+    if not partition:
+        return settings
+    return settings.model_copy(update={"harvest": settings.harvest.model_copy(update={"partition": partition})})
+
+
+@app.command("calibrate", no_args_is_help=True)
+def calibrate_command(
+    points: Annotated[Path, typer.Argument(help='JSON: [{"batch": 8, "context": 2048, "tokens_per_s": 900}, ...]')],
+    model: Model,
+    gpu: Gpu,
+    gpus: Gpus = 1,
+    out: Annotated[Path | None, typer.Option("--out", help="write the constants here, as TOML")] = None,
+) -> None:
+    """Fit an engine's constants to measured tokens a second over batch and context."""
+    from scavenger import cli_tables
+    from scavenger.simulate import calibrate, calibrate_text, constants, presets
+
+    spec = presets.engine(model, gpu, gpus)
+    fit = calibrate.fit(spec, calibrate.read(points))
+    console = cli_tables.console()
+    title, columns, cells = calibrate_text.residuals(spec, fit)
+    console.print(title, style="bold", markup=False)
+    cli_tables.print_rows(console, calibrate_text.rows(spec, fit))
+    cli_tables.print_table(console, columns, cells)
+    for note in fit.notes:
+        console.print(f"note: {note}", markup=False)
+    if out is not None:
+        cli_tables.write(out, constants.dump(spec, fit))
+        console.print(f"wrote {out}", markup=False)
+
+
+def _zone(name: str, since: float | None) -> tzinfo:
+    """The zone of this name; without one this host's offset from UTC when the dump begins; UTC for a trace without dates."""
+    from datetime import UTC
+    from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
+
+    if not name:
+        local = None if since is None else datetime.fromtimestamp(since).astimezone().tzinfo
+        return local or UTC
+    try:
+        return ZoneInfo(name)
+    except (ZoneInfoNotFoundError, ValueError) as error:
+        raise ConfigError(f"no time zone {name!r} is known here", "give one as Europe/Berlin, or install tzdata") from error

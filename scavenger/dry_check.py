@@ -1,0 +1,114 @@
+"""What a scavenger.toml means and whether a daemon could start with it: `scavenger check-config`. Changes and submits nothing.
+
+Owns the order of the checks and their words; each asks the part that the daemon itself would ask. One that fails does not hide the next.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from scavenger import keys
+from scavenger.cluster import choose
+from scavenger.config import DaemonConfig
+from scavenger.errors import LedgerError, ScavengerError
+from scavenger.harvest.policy import Submit
+from scavenger.harvest.script import job_spec, read_template
+from scavenger.ledger import reader, store
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One check's result. `problem`: cause and remedy, "" where all is well."""
+
+    what: str
+    problem: str
+
+
+def explain(config: DaemonConfig, user: str, host: str) -> list[str]:
+    """The configuration in sentences. Pure."""
+    d, h, c, keep = config.daemon, config.harvest, config.cluster, config.ledger
+    reached = d.advertise or (host if d.listen == "0.0.0.0" else d.listen)
+    kept = {
+        "keep": "tokens of every sample are kept",
+        "compact": f"a sample's chunks are compacted, {keep.retention_steps} steps after no kept checkpoint needs them",
+        "drop": f"a sample's tokens are dropped, {keep.retention_steps} steps after no kept checkpoint needs them",
+    }[keep.retention]
+    said = [
+        f"state     {d.state_dir}: keys and the rendezvous file; daemon, engines and trainers read it, all as one user (you are {user})",
+        f"ledger    {store.parse(config.ledger_url).render_as_string()}; {kept}",
+        f"address   listens on {d.listen}, port {d.port or 'given by the system'}; engines and trainers connect to {reached}",
+    ]
+    if not h.enabled:
+        return [*said, "harvest   disabled: no jobs are submitted"]
+    asks = [f"{h.cpus_per_engine} CPUs", f"{h.memory_mb_per_engine} MiB" if h.memory_mb_per_engine else "Slurm's default memory"]
+    asks += [f"GPUs of type {h.gpu_type}"] if h.gpu_type else []
+    asks += [f"{name} {value}" for name, value in (("account", h.account), ("QOS", h.qos), ("constraint", h.constraint)) if value]
+    return [
+        *said,
+        f"harvest   partition {h.partition}, backend {c.backend}; at most {h.max_engines} engines, {h.max_pending} of them pending; "
+        f"{h.headroom_gpus} idle GPUs are always left alone",
+        f"job       run.gpus_per_engine GPUs, {', '.join(asks)}; {h.time_limit_s / 3600:g} h at most; "
+        f"runs {h.python or 'the Python of the daemon'}",
+        f"looks     every {c.observe_s:g} s, every {c.quick_s:g} s while something is expected",
+    ]
+
+
+def check(config: DaemonConfig) -> Iterator[Finding]:
+    """Ask everything that the daemon asks when it starts, without doing it."""
+    yield _ask("state and keys", lambda: keys.read_keypair(keys.server_key_path(config.daemon.state_dir)))
+    yield _ask("ledger", lambda: _ledger(config))
+    if config.harvest.enabled:
+        yield _ask("job template", lambda: _template(config))
+        yield _ask("cluster and partition", lambda: _cluster(config))
+
+
+def _ask(what: str, function: Callable[[], object]) -> Finding:
+    try:
+        function()
+    except ScavengerError as error:
+        return Finding(what, str(error))
+    return Finding(what, "")
+
+
+def _ledger(config: DaemonConfig) -> None:
+    path = store.sqlite_file(config.ledger_url)
+    if path is None:
+        engine = store.open_readonly(config.ledger_url)
+        try:
+            reader.rows(engine, "SELECT 1")
+        finally:
+            engine.dispose()
+        return
+    store.refuse_network_file_system(path.parent)
+    place = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not os.access(place, os.W_OK):
+        raise LedgerError(f"the ledger {path} cannot be written: {getpass.getuser()} may not write {place}", "check its owner and mode")
+
+
+def _template(config: DaemonConfig) -> None:
+    probe = Submit(0, "probe", config.harvest.partition, 1, "")
+    job_spec(config, read_template(config.harvest.job_template), config.cluster.backend, "probe", "probe", probe)
+
+
+def _cluster(config: DaemonConfig) -> None:
+    cluster = choose.backend(config)
+    try:
+        choose.preflight(config, cluster)
+    finally:
+        cluster.close()
+
+
+def report(path: Path, config: DaemonConfig) -> tuple[list[str], bool]:
+    """Lines for a terminal, and whether a daemon could start."""
+    findings = list(check(config))
+    said = [f"{path} is well-formed. It means:", *(f"  {line}" for line in explain(config, getpass.getuser(), socket.gethostname()))]
+    said.append("A daemon that starts with it now:")
+    for finding in findings:
+        said += [f"  {'ok     ' if not finding.problem else 'REFUSED'}  {finding.what}"]
+        said += [f"           {line}" for line in finding.problem.splitlines()]
+    return said, not any(finding.problem for finding in findings)

@@ -1,0 +1,110 @@
+"""What the daemon says of itself: figures in `<state_dir>/status.json`, the same now and then in its log, and `scavenger status`.
+
+Owns the file, the rhythm and the words. Knows neither ledger nor router: the daemon hands the figures over. Counters begin with the daemon.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from scavenger import keys
+from scavenger.errors import DaemonUnavailable
+
+log = structlog.get_logger()
+
+FILE = "status.json"
+WRITE_S = 10.0
+LOG_S = 60.0
+#: Figures older than this are of a daemon that stopped, or hangs.
+STALE_S = 3 * WRITE_S
+
+
+class Status(msgspec.Struct, frozen=True):
+    """Times are Unix seconds. `backlog`: submitted to the ledger and not durable. `wal`: SQLite's write-ahead log, all 0 on PostgreSQL."""
+
+    at: float
+    generation: int
+    host: str
+    pid: int
+    started_at: float
+    ledger_state: str
+    ledger_reason: str
+    backlog_records: int
+    backlog_bytes: int
+    wal_bytes: int  # after the last commit
+    wal_written_back: int  # how often it was too large and could be written back whole
+    wal_blocked: int  # how often it was too large and a reader's open transaction prevented that
+    payload_bytes: int
+    payload_bound_bytes: int
+    payload_evictions: int  # samples that lost tokens from memory, which the ledger has
+    payload_reads: int  # how often tokens were read back from the ledger
+
+
+def path(state_dir: Path) -> Path:
+    return state_dir / FILE
+
+
+def write(state_dir: Path, status: Status) -> None:
+    """Replace the file. Raises `OSError`."""
+    keys.write_private(path(state_dir), msgspec.json.format(msgspec.json.encode(status)) + b"\n")
+
+
+def read(state_dir: Path) -> Status:
+    """Raises `DaemonUnavailable` when no daemon wrote one here."""
+    try:
+        return msgspec.json.decode(path(state_dir).read_bytes(), type=Status)
+    except FileNotFoundError as error:
+        raise DaemonUnavailable(f"no daemon has run with {state_dir}", "start it: `scavenger daemon`") from error
+    except (OSError, msgspec.MsgspecError) as error:
+        remedy = "ask as the daemon's user, with the daemon's release"
+        raise DaemonUnavailable(f"{path(state_dir)} cannot be read: {error}", remedy) from error
+
+
+def lines(status: Status, now: float) -> list[str]:
+    """For a terminal."""
+    age_s = now - status.at
+    since = datetime.fromtimestamp(status.started_at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    late = f"; these figures are {age_s:.0f} s old: it stopped, or hangs" if age_s > STALE_S else ""
+    reason = f" ({status.ledger_reason})" if status.ledger_reason else ""
+    s = status
+    return [
+        f"daemon    generation {s.generation}, pid {s.pid} on {s.host}, since {since}{late}",
+        f"ledger    {s.ledger_state}{reason}; {s.backlog_records:,} records ({_mb(s.backlog_bytes)}) not durable yet",
+        f"log       {_mb(s.wal_bytes)} (SQLite's); when too large written back {s.wal_written_back} times, "
+        f"prevented by a reader {s.wal_blocked} times",
+        f"payloads  {_mb(s.payload_bytes)} of {_mb(s.payload_bound_bytes)} in memory; {s.payload_evictions:,} samples evicted, "
+        f"{s.payload_reads:,} reads back from the ledger",
+    ]
+
+
+def _mb(nbytes: int) -> str:
+    return f"{nbytes / 2**20:,.1f} MiB"
+
+
+async def tell(state_dir: Path, look: Callable[[], Status], stop: asyncio.Event, *, write_s: float = WRITE_S, log_s: float = LOG_S) -> None:
+    """Write the figures every `write_s` seconds and log them every `log_s`, until `stop`. A file that cannot be written ends nothing."""
+    loop = asyncio.get_running_loop()
+    logged_at = loop.time()
+    while not stop.is_set():
+        status = look()
+        try:
+            await asyncio.to_thread(write, state_dir, status)
+        except OSError as error:
+            log.warning("status not written; tried again", path=str(path(state_dir)), reason=str(error))
+        if loop.time() - logged_at >= log_s:
+            logged_at = loop.time()
+            log.info("status", **{name: getattr(status, name) for name in _LOGGED})
+        try:
+            await asyncio.wait_for(stop.wait(), write_s)
+        except TimeoutError:
+            continue
+
+
+#: What an earlier line of the log does not say already.
+_LOGGED = tuple(name for name in Status.__struct_fields__ if name not in ("at", "host", "pid", "started_at", "ledger_reason"))

@@ -1,0 +1,135 @@
+"""What one look at a cluster tells of the same question: GPUs that idle now, and what the policy would do about them. Pure.
+
+    ClusterView --harvest.policy.decide--> what it would submit, and why
+                --harvest.room.find_room--> how many engines fit
+
+Read-only by construction: it is handed a view and returns answers. A site that has no harvest partition yet is shown as if it had one below
+all others, and that is said. What needs time (how long GPUs stay idle, how often they are taken) one look cannot tell.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from scavenger.cluster.model import ClusterInfo, ClusterView, Partition, PreemptMode
+from scavenger.errors import ConfigError
+from scavenger.harvest import policy, preflight
+from scavenger.harvest.policy import Limits, OurJob
+from scavenger.harvest.room import Owners, find_room, owners
+from scavenger.harvest.sights import held_back
+from scavenger.router.machine import Demand
+from scavenger.simulate.survey_waits import Timing
+
+RUN = 1  # the run that is asked for; one is enough
+NAMED = re.compile(r"scv-[0-9a-f]{16}")
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What a run would ask for. `engines` None: as many as fit, next to those that run already."""
+
+    gpus_per_engine: int
+    engines: int | None = None
+    sched_interval_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """One look. `fit`: engines that would start now. `idle_by_count`: (idle GPUs on a node, nodes). `decision`: with its reasons.
+
+    `refused`: why the daemon would not harvest this partition as it is, or "". `hypothetical`: the partition does not exist yet.
+    """
+
+    cluster: str
+    partition: str
+    hypothetical: bool
+    refused: str
+    gpus: Owners
+    idle_by_count: tuple[tuple[int, int], ...]
+    nodes: int
+    room: str
+    fit: int
+    engines: int
+    waiting: int
+    decision: policy.Decision
+    timing: Timing
+    waiting_others: int
+
+
+def look(view: ClusterView, info: ClusterInfo, wish: Wish, limits: Limits, now: float, qos: str = "") -> Look:
+    """Answer from one observation, with `limits` as the daemon would have them. Raises `ConfigError` for a cluster without GPUs."""
+    hypothetical = view.partition(limits.partition) is None
+    seen = with_partition(view, limits.partition) if hypothetical else view
+    part = seen.partition(limits.partition)
+    assert part is not None  # it was there, or was put there
+    ours = our_jobs(seen)
+    ids = frozenset(job.job_id for job in ours)
+    room = find_room(
+        seen,
+        partition=limits.partition,
+        our_job_ids=ids,
+        our_waiting_gpus=sorted((job.gpus for job in ours if job.waits), reverse=True),
+        closed=frozenset(),
+        gpu_type=limits.gpu_type,
+        headroom_gpus=limits.headroom_gpus,
+        eligible_before=now + limits.horizon_s,
+    )
+    explained, fit = room.explain(), 0
+    while room.take(wish.gpus_per_engine, limits.cpus_per_engine, limits.memory_mb_per_engine):
+        fit += 1
+    count = len(ours) + fit if wish.engines is None else wish.engines
+    why = f"asked for {wish.engines}" if wish.engines is not None else "as many as fit"
+    decision = policy.decide(seen, [Demand(RUN, "example", count, wish.gpus_per_engine, why)], ours, limits, now)
+    inside = [node for node in seen.nodes if node.name in part.nodes and node.usable]
+    by_count = Counter(node.idle_gpus for node in inside if node.idle_gpus)
+    gpus = owners(seen, limits.partition, ids, now)
+    return Look(
+        cluster=f"{info.name} ({info.backend} {info.version})",
+        partition=limits.partition,
+        hypothetical=hypothetical,
+        refused=_refusal(info, seen, limits.partition, qos, hypothetical),
+        gpus=gpus,
+        idle_by_count=tuple(sorted(by_count.items())),
+        nodes=len(inside),
+        room=explained,
+        fit=fit,
+        engines=sum(not job.waits for job in ours),
+        waiting=sum(job.waits for job in ours),
+        decision=decision,
+        timing=Timing(part.grace_s, info.kill_wait_s, info.message_timeout_s, wish.sched_interval_s),
+        waiting_others=gpus.pending_others,
+    )
+
+
+def with_partition(view: ClusterView, name: str) -> ClusterView:
+    """The same cluster with a preemptible partition over every node that has GPUs, its tier below all others."""
+    nodes = frozenset(node.name for node in view.nodes if node.gpus)
+    if not nodes:
+        raise ConfigError("no node of this cluster has GPUs", "Slurm must know them: GresTypes=gpu, and Gres=gpu:... on the nodes")
+    tier = min((part.priority_tier for part in view.partitions), default=1) - 1
+    made = Partition(name, nodes, tier, PreemptMode.REQUEUE, 0.0, float("inf"))
+    return replace(view, partitions=(*view.partitions, made))
+
+
+def our_jobs(view: ClusterView) -> list[OurJob]:
+    """Jobs that carry an intent's name: a daemon's, whichever. Without its ledger their run is not known: all count as the asked one's."""
+    found = []
+    for job in view.jobs:
+        if NAMED.fullmatch(job.name) and (job.waits or job.holds_gpus):
+            node = job.nodes[0] if job.nodes else ""
+            held = held_back(job) if job.waits else ""
+            found.append(OurJob(job.name, RUN, job.job_id, job.gpus, job.waits, node, held, connected=True, leases=1))
+    return found
+
+
+def _refusal(info: ClusterInfo, view: ClusterView, name: str, qos: str, hypothetical: bool) -> str:
+    """What `scavenger daemon` would refuse about the partition; of one that does not exist only what the cluster itself lacks."""
+    if hypothetical and info.preempt_type.rpartition("/")[2].strip("() ").lower() == "qos":
+        return ""  # a QOS would go with the partition
+    try:
+        preflight.check(info, view.partitions, name, qos)
+    except ConfigError as error:
+        return f"{error.cause} ({error.remedy})"
+    return ""

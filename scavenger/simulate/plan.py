@@ -1,0 +1,126 @@
+"""Which run is to be played: what a `run.toml` says of it, and what it does not say and has to be assumed. Pure but for `read_model`.
+
+Owns the translation and what is told about it. Knows nothing of how a run is played.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scavenger.config import RunConfig
+from scavenger.errors import ConfigError
+from scavenger.simulate.decode import Gpu, Model
+from scavenger.simulate.lengths import Lengths, Lognormal
+
+_SHAPE = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "intermediate": "intermediate_size",
+    "vocab": "vocab_size",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Assumed:
+    """What no `run.toml` says: how many GPUs train (`sbatch` does), and how long answers are.
+
+    `sigma`, `capped_share`, `correlation`: of the lognormal answer lengths.
+    """
+
+    reserved_gpus: int
+    prompt_tokens: int = 512
+    sigma: float = 0.8
+    capped_share: float = 0.05
+    correlation: float = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A run to play, in the simulator's terms."""
+
+    name: str
+    model: Model
+    gpu: Gpu
+    reserved_gpus: int
+    gpus_per_engine: int
+    most_engines: int
+    prompts: int
+    samples: int
+    prompt_tokens: int
+    lengths: Lengths
+    max_batch: int
+
+    def told(self) -> str:
+        """The setting in one line: what every figure assumes."""
+        return (
+            f"{self.model.name} on {self.reserved_gpus} reserved {self.gpu.name}, at most {self.most_engines} harvested engines of "
+            f"{self.gpus_per_engine}, {self.prompts} prompts x {self.samples} up to {self.lengths.cap:,} tokens"
+        )
+
+
+def of_run(config: RunConfig, model: Model, gpu: Gpu, assumed: Assumed) -> Plan:
+    """The plan of a `run.toml`. `most_engines` is 0 where the run may not harvest."""
+    each = config.run.gpus_per_engine
+    if assumed.reserved_gpus < 1:
+        raise ConfigError(f"{assumed.reserved_gpus} reserved GPUs", "somebody must train: --reserved-gpus N, what its sbatch asks for")
+    lengths = Lognormal.with_capped_share(assumed.sigma, config.sampling.max_tokens, assumed.capped_share, assumed.correlation)
+    return Plan(
+        name=config.run.name,
+        model=model,
+        gpu=gpu,
+        reserved_gpus=assumed.reserved_gpus,
+        gpus_per_engine=each,
+        most_engines=config.run.max_engines if config.run.harvest else 0,
+        prompts=config.data.prompts_per_step,
+        samples=config.data.samples_per_prompt,
+        prompt_tokens=assumed.prompt_tokens,
+        lengths=lengths,
+        max_batch=config.engine.max_batch,
+    )
+
+
+def assumptions(plan: Plan, assumed: Assumed) -> tuple[str, ...]:
+    """What to know before a figure is believed."""
+    mean = f", {plan.lengths.mean():,.0f} tokens on average" if isinstance(plan.lengths, Lognormal) else ""
+    return (
+        f"assumed: answer lengths are lognormal with sigma {assumed.sigma:g}, {assumed.capped_share:.0%} reach the cap{mean}, "
+        f"correlation {assumed.correlation:g} within a group; prompts have {assumed.prompt_tokens} tokens",
+    )
+
+
+def read_model(folder: Path) -> Model:
+    """The model of a Hugging Face folder, by its config.json. Raises `ConfigError` naming what is missing."""
+    path = folder / "config.json"
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}", "name a preset with --model, or run this where the model is"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}", "name a preset with --model") from error
+    return parse_model(found, folder.name, path)
+
+
+def parse_model(found: dict[str, Any], name: str, path: Path) -> Model:
+    """A dense model by the keys of its config.json; those of experts are refused, since their cost is another."""
+    if any("expert" in key for key in found):
+        raise ConfigError(f"{path} describes a mixture of experts, which the simulator does not know", "name a dense preset with --model")
+    derived = dict(found)
+    derived.setdefault("num_key_value_heads", found.get("num_attention_heads"))
+    heads, hidden = found.get("num_attention_heads"), found.get("hidden_size")
+    if derived.get("head_dim") is None and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
+        derived["head_dim"] = hidden // heads
+    shape = {ours: derived.get(theirs) for ours, theirs in _SHAPE.items()}
+    wrong = [_SHAPE[ours] for ours, value in shape.items() if not isinstance(value, int) or value < 1]
+    if wrong:
+        raise ConfigError(f"{path} has no {', '.join(wrong)}", "name a preset with --model")
+    return Model(
+        name=name, tied=bool(found.get("tie_word_embeddings", False)), **{key: int(value) for key, value in shape.items() if value}
+    )

@@ -1,0 +1,160 @@
+"""Where a surveyed fleet comes from: a site's sacct dump, or one of the evaluation's traces, told apart by their columns.
+
+Opens the files whose paths the user gave, and names file and line of what is wrong with them. Runs nothing.
+"""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from scavenger.cluster.commands import parse_nodes
+from scavenger.cluster.model import Node
+from scavenger.errors import ClusterError, ConfigError
+from scavenger.simulate import sacct, traces
+from scavenger.simulate.csvfile import read_csv, rows
+from scavenger.simulate.engine import Streams
+from scavenger.simulate.fleet import Fleet, Occupation, from_occupations, most_used
+from scavenger.simulate.sacct import Dump, SacctJob
+from scavenger.simulate.survey import Observed
+
+#: Hosts of a cluster agree to the second; more than this in the future is a wrong clock.
+SKEW_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Only:
+    """Which nodes count: those with this type of GPU, and those of this partition ("": any). What the nodes' list tells."""
+
+    gpu_type: str = ""
+    partition: str = ""
+
+    def __call__(self, node: Node) -> bool:
+        return (not self.gpu_type or node.gpu_type == self.gpu_type) and (not self.partition or self.partition in node.partitions)
+
+
+def read_sacct(dump: Path, nodes: Path | None, ignore: Collection[str], now: float, only: Only | None = None) -> Observed:
+    """The fleet of `sacct.COMMAND`'s output and, where given, of `sacct.NODES_COMMAND`'s. `now`: Unix s; no job can be later.
+
+    Raises `ConfigError` naming file and line of what is unreadable, empty or skewed.
+    """
+    only = only or Only()
+    if nodes is None and only != Only():
+        raise ConfigError("which nodes have this GPU or partition is not known", "give them with --nodes")
+    known = None if nodes is None else _nodes(nodes)
+    lines = read_lines(dump)
+    try:
+        jobs = sacct.parse(lines)
+        not_after(jobs, now)
+        found = sacct.fleet_of(jobs, None if known is None else sacct.capacity_of(known), ignore_partitions=ignore)
+    except ConfigError as error:
+        raise ConfigError(f"{dump}: {error.cause}", error.remedy) from error
+    notes = [f"no job of the dump is in partition {name}" for name in sorted(set(ignore) - {job.partition for job in jobs})]
+    fleet, gone = without_gone(found, known or ())
+    chosen = {node.name for node in known or () if node.gpus and only(node)} if known is not None else set(fleet.capacity)
+    if not chosen:
+        raise ConfigError(
+            f"no node has GPUs of type {only.gpu_type or 'any'} in partition {only.partition or 'any'}", _known_kinds(known or ())
+        )
+    notes += _kinds_note(known or (), chosen)
+    jobs = tuple(job for job in jobs if chosen.intersection(job.nodes))
+    fleet, gone = fleet.only(chosen), [name for name in gone if name in chosen]
+    if gone:
+        notes.append(f"{len(gone)} nodes are down or drained now and count as in use since their last job: {', '.join(gone[:5])}")
+    held = tuple(job for job in found.occupations if any(node in chosen for node, _ in job.gpus_by_node))
+    return Observed(fleet, found.since, held, _waits(jobs, found.since, ignore), (*found.notes, *notes))
+
+
+def _kinds_note(nodes: Iterable[Node], chosen: Collection[str]) -> list[str]:
+    """A fleet of several GPU types is not one fleet: an engine of a model may not run on all of them."""
+    kinds = {node.gpu_type for node in nodes if node.name in chosen}
+    return [f"the nodes have several types of GPU; --gpu-type takes one: {_known_kinds(nodes)}"] if len(kinds) > 1 else []
+
+
+def _known_kinds(nodes: Iterable[Node]) -> str:
+    counts: Counter[str] = Counter()
+    for node in nodes:
+        counts[node.gpu_type or "(no type)"] += node.gpus
+    return "there are " + ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()) if count)
+
+
+def _nodes(path: Path) -> tuple[Node, ...]:
+    try:
+        return parse_nodes("\n".join(read_lines(path)))
+    except ClusterError as error:
+        raise ConfigError(f"{path}: {error.cause}", f"make it with\n    {sacct.NODES_COMMAND}") from error
+
+
+def without_gone(dump: Dump, nodes: Sequence[Node]) -> tuple[Fleet, list[str]]:
+    """The fleet without the idle time of nodes that cannot be used now, from the end of their last job on; and those nodes.
+
+    A node on which a job still runs is left as it is: how much of it is lost to others is not known.
+    """
+    last: dict[str, float] = {}
+    for job in dump.occupations:
+        for node, _ in job.gpus_by_node:
+            last[node] = max(last.get(node, 0.0), job.end_s)
+    fleet = dump.fleet
+    gone = [node.name for node in nodes if node.gpus and not node.usable and last.get(node.name, 0.0) < fleet.end_s]
+    held = [Occupation(last.get(name, 0.0), fleet.end_s, ((name, fleet.capacity[name]),)) for name in gone]
+    return from_occupations(fleet.origin, [*dump.occupations, *held], fleet.capacity, fleet.end_s) if held else fleet, gone
+
+
+def read_lines(path: Path) -> list[str]:
+    """Lines of UTF-8 text, gzipped when the name ends in .gz. Raises `ConfigError` naming the line that is none."""
+    try:
+        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError, zlib.error) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise ConfigError(f"{path} cannot be read: {why}", "give the path of a readable file, gzipped if its name ends in .gz") from error
+    lines = []
+    for number, line in enumerate(data.split(b"\n"), 1):
+        try:
+            lines.append(line.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path}: line {number} is no text (byte {error.start + 1})", "give the command's output as it is") from error
+    return lines
+
+
+def not_after(jobs: Sequence[SacctJob], now: float) -> None:
+    """Refuse times that have not come yet: one of them would stretch the period by as much."""
+    for job in jobs:
+        for what, time in (("Submit", job.submit), ("Start", job.start), ("End", job.end)):
+            if time is not None and time > now + SKEW_S:
+                raise ConfigError(
+                    f"line {job.line} of the sacct dump has times that cannot be: {what} of job {job.job_id} lies {time - now:.0f} s ahead",
+                    "clocks differ between the cluster and this host, or within the cluster; mend them, or remove the line",
+                )
+
+
+def _waits(jobs: Iterable[SacctJob], since: float, ignore: Collection[str]) -> tuple[float, ...]:
+    """What the GPU jobs that started in the period waited (s). A requeued job counts again: each life has its own Submit."""
+    return tuple(
+        job.start - job.submit for job in jobs if job.gpus and job.start is not None and job.start >= since and job.partition not in ignore
+    )
+
+
+def read_trace(path: Path, gpus_per_node: int, source: str, streams: Streams) -> Observed:
+    """One of the evaluation's traces. `source`: which of a spot trace's instances; `gpus_per_node`: what a node, or an instance, has."""
+    first = read_csv(path, lambda lines: next(rows(lines, ()), None))
+    if first is None:
+        raise ConfigError(f"{path} has a header and no rows", "check the path")
+    columns = first.cells
+    if {"node", "idle_gpus", "delta"} <= columns.keys():
+        end_s = read_csv(path, lambda lines: max(row.number("t_seconds") for row in rows(lines, ("t_seconds",))))
+        return Observed(traces.read_nodes(path, gpus_per_node, end_s))
+    if {"available_instances", "source"} <= columns.keys():
+        known = read_csv(path, lambda lines: sorted({row.text("source") for row in rows(lines, ("source",))}))
+        chosen = source or (known[0] if len(known) == 1 else "")
+        if not chosen:
+            raise ConfigError(f"{path} has several sources", "choose with --source: " + ", ".join(known))
+        return Observed(traces.read_spot(path, chosen, gpus_per_node, streams.stream("spot", chosen)))
+    if {"t_start", "t_end", "placement"} <= columns.keys():
+        jobs = traces.read_jobs(path)
+        fleet = from_occupations(f"{path.name} (placement simulated)", jobs, most_used(jobs), max(job.end_s for job in jobs))
+        return Observed(fleet, jobs=jobs, notes=("nodes and their GPUs are the most ever in use: nodes that were always idle are missing",))
+    raise ConfigError(f"{path} is no trace that is known: it has the columns {', '.join(columns)}", "docs/simulate.md names them")

@@ -1,0 +1,89 @@
+"""What both conversations share: the protocol's version and bounds, the bases of all structs, and the parts of messages.
+
+Knows neither the messages of workers nor those of trainers.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+#: 2: a peer says which ledger its leases, its weights and its attempt come from; a reward says which function gave it.
+#: 3: a worker gives leases back, with all that it generated, when asked or when a lease's bound is reached.
+PROTOCOL = 3
+#: The oldest protocol that a daemon of this version still accepts from a worker.
+OLDEST_PROTOCOL = 1
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+#: What an unauthenticated or not yet greeted peer may send at most.
+MAX_HELLO_BYTES = 64 * 1024
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=False, gc=False):
+    """Base of all messages: immutable, tagged by class name; unknown fields of a newer peer are ignored."""
+
+
+class Part(msgspec.Struct, frozen=True, gc=False):
+    """Base of what messages are made of."""
+
+
+RUN_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
+RunName = Annotated[str, msgspec.Meta(pattern=RUN_NAME_PATTERN)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Positive = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+MAX_WORDS = 4096
+Words = Annotated[str, msgspec.Meta(max_length=MAX_WORDS)]
+#: Bounds keep NaN out too: no comparison with it is true.
+Rate = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
+class Sampling(Part, frozen=True):
+    """How tokens are drawn. `max_tokens` is the budget of the whole sample, over all its leases. `top_k` 0 = off."""
+
+    max_tokens: Positive
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 1.0
+    top_p: Share = 1.0
+    top_k: Count = 0
+    stop_token_ids: tuple[int, ...] = ()
+
+
+class EngineSpec(Part, frozen=True):
+    """What a worker needs to build its engine, besides weights. `model_config` is the text of a Hugging Face config.json."""
+
+    name: RunName
+    model_config: str
+    dtype: str
+    max_batch: Positive
+    context_length: Positive
+    pace: Rate = 0.0  # tokens a second and sample at most; 0 = as fast as it goes
+
+
+class WeightSource(Part, frozen=True):
+    """Where the bytes of a version lie. `token` opens exactly this version to whoever presents it."""
+
+    endpoint: str
+    server_key: str
+    token: bytes
+
+
+# ---------------------------------------------------------------- daemon -> worker or trainer, before a session
+
+
+class Rejected(Message, frozen=True):
+    """The hello was not accepted: the worker prints both and exits, unless `retry`."""
+
+    reason: str
+    remedy: str
+    retry: bool = False
+
+
+class HelloAgain(Message, frozen=True):
+    """The daemon does not know this connection (it was restarted, or declared the worker dead): greet again, same session."""
+
+    reason: str
+
+
+def words(text: str) -> str:
+    """`text` cut to what a message's reason may hold."""
+    return text if len(text) <= MAX_WORDS else text[: MAX_WORDS - 1] + "…"

@@ -1,0 +1,228 @@
+"""What a worker and the daemon say to each other. Knows nothing of trainers, nor of how a message becomes a frame."""
+
+from __future__ import annotations
+
+from scavenger.wire.common import Count, EngineSpec, HelloAgain, Message, Part, Rejected, Sampling, WeightSource, Words
+
+# ---------------------------------------------------------------- parts
+
+
+class SampleKey(Part, frozen=True):
+    """Names a sample's random stream. Never a database id, so a rerun draws the same numbers."""
+
+    purpose: str
+    step: int
+    prompt: int
+    index: int
+
+
+class Lease(Part, frozen=True):
+    """One sample assigned to one worker: go on after `prompt + accepted`. Token fields are packed int32.
+
+    `most_tokens`: when it has so many new tokens the worker gives it back (`Yielded`); 0 = it keeps it to its end.
+    """
+
+    sample_id: int
+    epoch: int
+    version: int
+    prompt: bytes
+    accepted: bytes
+    sampling: Sampling
+    seed: int
+    key: SampleKey
+    most_tokens: Count = 0
+
+
+class Held(Part, frozen=True):
+    """What a worker says of a lease that it holds: `length` counts every token it has of the sample, accepted ones included."""
+
+    sample_id: int
+    epoch: int
+    length: int
+
+
+class Chunk(Part, frozen=True):
+    """Consecutive tokens of a sample: the token at `offset` is the first. `finish` ("stop" | "length") is set on the last chunk only.
+
+    `logprobs` are under the sampling distribution, `raw_logprobs` under the raw model; both packed float32, as long as `tokens`.
+    """
+
+    sample_id: int
+    epoch: int
+    offset: int
+    version: int
+    tokens: bytes
+    logprobs: bytes
+    raw_logprobs: bytes
+    finish: str | None = None
+
+
+# ---------------------------------------------------------------- worker -> daemon
+
+
+class WorkerHello(Message, frozen=True):
+    """First message of a connection. Authority comes from the CURVE key; the rest describes.
+
+    `session` is random per worker process: the same session after a reconnect is the same worker with all it holds;
+    a new session under the same key is a later incarnation, and proves the earlier one dead.
+    """
+
+    protocol: int
+    kind: str  # "harvested" | "reserved"
+    run: str
+    session: str
+    incarnation: int
+    job_id: int
+    node: Words
+    gpus: int
+    engine: Words
+    code_version: Words
+    pid: int
+    loaded_version: int = -1
+    held: tuple[Held, ...] = ()
+    slot: str = ""  # which reserved engine of its training job; a new session in the same slot proves the earlier one dead
+    leaving: bool = False  # it greets only to say goodbye: no lease, please
+    loaded_root: bytes = b""  # root hash of `loaded_version`, which is believed only if it is the ledger's too
+    ledger: str = ""  # `Welcome.ledger` of the daemon that granted `held`; "" = none did, or protocol 1
+
+
+class Chunks(Message, frozen=True):
+    """All new chunks of one flush, of all samples of the worker."""
+
+    chunks: tuple[Chunk, ...]
+
+
+class Heartbeat(Message, frozen=True):
+    """Sent every `heartbeat_s`. Both sides reconcile `held`, so any message may be lost.
+
+    `heard`: number of the last `HeartbeatAck` since the present Welcome. What was sent before that one and is not held never came.
+    """
+
+    held: tuple[Held, ...]
+    progress: int
+    loaded_version: int
+    tokens_per_s: float = 0.0
+    heard: int = 0
+
+
+class WeightsLoaded(Message, frozen=True):
+    """The engine now generates with `version`, verified against the manifest with this root hash."""
+
+    version: int
+    root: bytes
+    pull_s: float = 0.0
+    load_s: float = 0.0
+
+
+class WeightsFailed(Message, frozen=True):
+    """A version could not be completed or verified; the old one (or none) is in place."""
+
+    version: int
+    reason: Words
+
+
+class SampleFailed(Message, frozen=True):
+    """The engine could not go on with this sample (NaN logprobs, …); its lease is over, accepted tokens stay."""
+
+    sample_id: int
+    epoch: int
+    reason: Words
+
+
+class Yielded(Message, frozen=True):
+    """These leases are given back: all that was generated of them (`length`) was flushed before this message, nothing more will be.
+
+    The worker keeps their tokens until it is told, by a Revoke, that they are durable.
+    """
+
+    leases: tuple[Held, ...]
+
+
+class Asleep(Message, frozen=True):
+    """Answer to Sleep: everything generated was flushed before this message and nothing is held any more."""
+
+
+class Goodbye(Message, frozen=True):
+    """Everything generated was flushed before this message; the worker leaves when acked or after its deadline.
+
+    `notice`: it was asked to leave (SIGTERM, Drain). `failed`: its engine died; what it held counts as having killed it.
+    """
+
+    reason: Words
+    notice: bool
+    failed: bool = False
+
+
+# ---------------------------------------------------------------- daemon -> worker
+
+
+class Welcome(Message, frozen=True):
+    worker_id: int
+    generation: int
+    run: str
+    engine: EngineSpec
+    heartbeat_s: float
+    flush_ms: float
+    flush_tokens: int
+    ledger: str = ""  # the ledger's history: another one than before means that what was leased and loaded under that one is void
+
+
+class HeartbeatAck(Message, frozen=True):
+    generation: int
+    number: int = 0  # grows by one per worker; its next heartbeat says the last one that it heard
+
+
+class UseWeights(Message, frozen=True):
+    """Load this version before anything else is generated. `manifest` is an encoded weights.manifest.Manifest."""
+
+    version: int
+    manifest: bytes
+    sources: tuple[WeightSource, ...]
+
+
+class Assign(Message, frozen=True):
+    leases: tuple[Lease, ...]
+
+
+class Revoke(Message, frozen=True):
+    """These leases are over: stop generating, drop what is held of them."""
+
+    leases: tuple[tuple[int, int], ...]  # (sample_id, epoch)
+    reason: str
+
+
+class Yield(Message, frozen=True):
+    """Stop generating these, flush, answer Yielded. May be repeated."""
+
+    leases: tuple[tuple[int, int], ...]  # (sample_id, epoch)
+    reason: Words
+
+
+class Ack(Message, frozen=True):
+    """Durable lengths: tokens below `length` are committed and need not be kept."""
+
+    durable: tuple[Held, ...]
+
+
+class Sleep(Message, frozen=True):
+    """Flush, stop generating, give the GPU's memory back, answer Asleep."""
+
+
+class Wake(Message, frozen=True):
+    """Take the GPU's memory again."""
+
+
+class Drain(Message, frozen=True):
+    """Flush, say goodbye and exit with status 0: the job shall not come back."""
+
+    reason: str
+
+
+class GoodbyeAck(Message, frozen=True):
+    """All that was flushed is durable."""
+
+
+WorkerMessage = WorkerHello | Chunks | Heartbeat | WeightsLoaded | WeightsFailed | SampleFailed | Yielded | Asleep | Goodbye
+ToWorker = (
+    Welcome | Rejected | HelloAgain | HeartbeatAck | UseWeights | Assign | Yield | Revoke | Ack | Sleep | Wake | Drain | GoodbyeAck
+)

@@ -1,0 +1,239 @@
+"""What a model, a prompt or a reward function said reaches nobody who may only read what happened, and a purge leaves none of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import sqlalchemy as sa
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from rollout.engines.reference import ReferenceEngine
+from rollout.tasks import spawn
+from scavenger import client, wire
+from scavenger.config import AlgorithmSection, RewardSection
+from scavenger.errors import ConfigError, RewardError, told
+from scavenger.ledger import purge, store
+from scavenger.ledger import records as r
+from tests.ledger.examples import T0, written
+from tests.ledger.histories import answers, ended, fetch, training
+from tests.ledger.test_roles import DAEMON, Site, made_site
+from tests.router.harness import SPEC, Bench, StoredLedger, chunk_of, specs
+from trainer.__main__ import close_failed
+from trainer.rewards import RewardRunner
+from trainer.scoring import Scoring
+
+SECRET = "swordfish"
+#: A judge that quotes all it was given, as many do.
+JUDGE = """
+def quotes(prompt, answer, meta):
+    raise ValueError(f"cannot judge {answer!r} of {prompt!r}, wanted {meta['answer']!r}")
+"""
+TRAINER, WORKER = 1, 11
+
+
+@pytest.fixture
+def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "quoting.py").write_text(JUDGE)
+    root = Path(__file__).resolve().parents[2]
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{root}")
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Site | str]:
+    """An empty ledger: a SQLite file, or a database of PostgreSQL with the daemon's role."""
+    if request.param == "sqlite":
+        yield f"sqlite:///{tmp_path / 'state' / 'ledger.sqlite3'}"
+        return
+    with made_site(request.getfixturevalue("postgres")) as made:
+        yield made
+
+
+def owner(place: Site | str) -> str:
+    return place if isinstance(place, str) else place.url(DAEMON)
+
+
+def reader(place: Site | str) -> str:
+    """The ledger as somebody sees it who may read what happened."""
+    if isinstance(place, str):
+        return place
+    done = place.grant()
+    assert (done.returncode, done.stderr) == (0, "")
+    return place.url("scavenger_read")
+
+
+def said(url: str, kind: str) -> dict[str, str]:
+    """All that a ledger's tables ("table") or views ("view") show, by name: bytes too, as the text that they may hold."""
+    engine = store.open_readonly(url)
+    try:
+        inspector = sa.inspect(engine)
+        found = inspector.get_table_names() if kind == "table" else [name for name in inspector.get_view_names() if name.startswith("v_")]
+        if engine.dialect.name == "postgresql" and kind == "view":
+            found.remove("v_sample_tokens")
+        with engine.connect() as connection:
+            return {name: "\n".join(map(_text, connection.execute(sa.text(f"SELECT * FROM {name}")))) for name in found}
+    finally:
+        engine.dispose()
+
+
+def _text(row: Any) -> str:
+    return " ".join(value.decode("latin-1") if isinstance(value, bytes) else str(value) for value in row)
+
+
+def naming(url: str, kind: str, word: str = SECRET) -> list[str]:
+    return [name for name, text in said(url, kind).items() if word in text]
+
+
+class Play:
+    """A real core and ledger, and the trainer's own way from a completed group to the end of its run. `log`: what the trainer printed."""
+
+    def __init__(self, url: str) -> None:
+        self.log: list[str] = []
+        self.bench = Bench()
+        self.bench.ledger = self.ledger = StoredLedger(url)
+        # Every token is a word that must not be seen, in the prompt as in the answers.
+        self.tokenizer = Tokenizer(WordLevel({f"{SECRET}{n}": n for n in range(97)}, unk_token=f"{SECRET}0"))
+        self.bench.open(on_poison="mask", poison_after=1)
+        self.bench.publish()
+
+    def groups(self, step: int, purpose: str = "train") -> list[wire.GroupDone]:
+        meta = json.dumps({"answer": SECRET})
+        spec = wire.GroupSpec(0, specs(1)[0].prompt, 2, wire.Sampling(8, stop_token_ids=(0,)), meta)
+        self.bench.submit(step, 1, (spec,), purpose)
+        for lease in self.bench.leases(WORKER) or self.bench.join(WORKER):
+            self.bench.say(WORKER, wire.Chunks((chunk_of(lease.sample_id, lease.epoch, 1, 0, 8, "length"),)))
+        return self.bench.take(TRAINER, wire.GroupDone)
+
+    def scoring(self, runner: RewardRunner, on_error: str) -> Scoring:
+        reward = RewardSection.model_validate({"on_reward_error": on_error})
+        return Scoring(runner, self.tokenizer, reward, AlgorithmSection(), self.log.append)
+
+    def close(self, error: BaseException) -> None:
+        """As `trainer.__main__` does when its loop ended with `error`."""
+        run = SimpleNamespace(call=self.bench.call, _closing=False)
+        run.close_run = lambda state, reason: client.Run.close_run(run, state, reason)  # type: ignore[arg-type]
+        close_failed(run, error)  # type: ignore[arg-type]
+        self.log.append(str(error))
+
+
+def raised_by(scoring: Scoring, group: wire.GroupDone) -> RewardError:
+    with pytest.raises(RewardError) as caught:
+        scoring.score(group)
+    return caught.value
+
+
+@pytest.mark.usefixtures("judge")
+def test_a_reward_that_quotes_the_answer_is_seen_by_no_reader_and_purged(place: Site | str) -> None:
+    url = owner(place)
+    play = Play(url)
+    with RewardRunner("quoting:quotes", timeout_s=10.0, retries=0) as runner:
+        (group,) = play.groups(1)
+        scored = play.scoring(runner, "mask").score(group)
+        assert {outcome.outcome for outcome in scored.outcomes} == {"masked"}
+        assert isinstance(play.bench.call(wire.CommitStep(1, 1, "train", scored.outcomes, {})), wire.Ok)
+        (group,) = play.groups(1, "eval")
+        whys = [(s.sample_id, why) for s, _, why in play.scoring(runner, "mask").rewards(group)]
+        outcomes = tuple(wire.SampleOutcome(number, "masked", math.nan, 0.0, wire.words(why)) for number, why in whys)
+        assert isinstance(play.bench.call(wire.CommitStep(1, 1, "eval", outcomes, {})), wire.Ok)
+        (group,) = play.groups(2)
+        play.close(raised_by(play.scoring(runner, "stop"), group))
+    play.ledger.close()
+
+    assert sum(SECRET in line for line in play.log) == len(play.log) == 5, "whose run it is reads what the function said"
+    assert naming(url, "table") == ["groups"], "the prompts' metadata hold it, and no reason does"
+    ((why,),) = fetch(url, "SELECT reason FROM runs")
+    assert "sample 5: reward function quoting:quotes failed 1 times: it raised ValueError" in str(why)
+    reasons = fetch(url, "SELECT DISTINCT reason FROM samples WHERE state = 'masked'")
+    assert reasons == [("reward function quoting:quotes failed 1 times: it raised ValueError",)]
+    seen = said(reader(place), "view")
+    assert "quoting:quotes" in seen["v_runs"]
+    assert [name for name, text in seen.items() if SECRET in text] == []
+
+    purge.purge(url, "r")
+    assert naming(url, "table") == []
+    if isinstance(place, str):
+        left = b"".join(file.read_bytes() for file in Path(place.removeprefix("sqlite:///")).parent.iterdir())
+        assert SECRET.encode() not in left
+
+
+def engine_error() -> str:
+    """What an engine whose library quotes the prompt has its worker say."""
+
+    async def dies() -> str:
+        def load(tensors: object) -> None:
+            raise IndexError(f"{SECRET} is not in the vocabulary")
+
+        loop = asyncio.get_running_loop()
+        words: asyncio.Future[str] = loop.create_future()
+        with ThreadPoolExecutor(1) as executor:
+            engine = ReferenceEngine(SPEC, SimpleNamespace(load=load), executor)  # type: ignore[arg-type]
+            task = spawn(engine.load(1, []), words.set_result)
+            async with asyncio.timeout(10):
+                await asyncio.wait([task])
+                return await words
+
+    return asyncio.run(dies())
+
+
+def test_an_engine_or_trainer_that_fails_with_the_prompt_in_its_words_tells_type_and_place(
+    place: Site | str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = owner(place)
+    play = Play(url)
+    play.bench.submit()
+    play.bench.join(WORKER)
+    reason = engine_error()
+    assert "IndexError at test_privacy.py:" in reason
+    assert SECRET in capsys.readouterr().out, "the worker's log has it whole"
+    play.bench.say(WORKER, wire.Goodbye(wire.words(reason), notice=False, failed=True))
+    with pytest.raises(KeyError) as caught:
+        {}[SECRET]
+    play.close(caught.value)
+    play.ledger.close()
+    seen = said(reader(place), "view")
+    assert "IndexError" in seen["v_leases"]
+    assert "IndexError" in seen["v_workers"]
+    assert "KeyError at test_privacy.py:" in seen["v_runs"]
+    assert [name for name, text in seen.items() if SECRET in text] == []
+    assert naming(url, "table") == []
+
+
+@pytest.mark.parametrize("state", ["failed", "stopped"])
+def test_the_words_of_another_s_trainer_and_of_earlier_releases_are_purged_too(url: str, state: str) -> None:
+    masked = [
+        r.SampleReopened(501, 1, T0 + 20),
+        r.SampleEnded(501, "masked", f"no judge for {SECRET}", 5, 1, None, None, T0 + 21),
+        r.RunEnded(1, state, f"ValueError: {SECRET}", T0 + 24),
+    ]
+    written(url, [*training(), *([record] for record in masked)])
+    assert sorted(naming(url, "table")) == ["runs", "sample_ends", "samples"]
+    before = answers(url, without=["runs"])
+    purge.purge(url, "sorting")
+    assert naming(url, "table") == []
+    assert answers(url, without=["runs"]) == before
+    assert fetch(url, "SELECT state, reason FROM runs") == [(state, "purged")]
+    assert fetch(url, "SELECT DISTINCT reason FROM samples WHERE state = 'masked'") == [("purged",)]
+
+
+def test_a_purge_leaves_the_programs_own_words(url: str) -> None:
+    written(url, [*training(), ended()])
+    reasons = "SELECT reason FROM leases UNION ALL SELECT reason FROM sample_ends UNION ALL SELECT reason FROM workers"
+    before = sorted(fetch(url, reasons))
+    purge.purge(url, "sorting")
+    assert sorted(fetch(url, reasons)) == before
+    assert fetch(url, "SELECT reason FROM runs") == [("",)]
+
+
+def test_what_may_be_told_of_an_error() -> None:
+    quoting = ConfigError("it failed", "mend it", quoted=SECRET)
+    assert str(quoting) == f"it failed: {SECRET}\n  remedy: mend it"
+    assert told(quoting) == "it failed\n  remedy: mend it"
+    assert told(ValueError(SECRET)) == "ValueError"

@@ -1,0 +1,202 @@
+"""A trainer that takes its groups slowly: what waits for it is bounded in bytes, nothing of it is lost, and nobody else waits."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import zmq
+
+from scavenger import keys, wire
+from scavenger.router import lines, office
+from scavenger.router.deliveries import Deliveries
+from scavenger.router.events import Send
+from scavenger.router.office import Office
+from scavenger.router.payloads import Payload, PayloadStore
+from scavenger.router.state import Core, Limits
+from scavenger.wire import Fleet, GroupDone, Message, Pong, Reply
+from tests.router.edge import LiveDaemon
+from tests.router.test_edge import eventually
+
+
+def group(group_id: int, nbytes: int = 10) -> GroupDone:
+    return GroupDone(group_id, 1, 1, "train", group_id, bytes(nbytes), "{}", ())
+
+
+def test_bytes_under_way_are_counted_for_each_connection_until_they_are_gone() -> None:
+    deliveries, gone = Deliveries(100), {1: False, 2: False, 3: False}
+    deliveries.sent(1, 60, lambda: gone[1])
+    assert deliveries.room(1)
+    deliveries.sent(1, 60, lambda: gone[2])
+    deliveries.sent(2, 60, lambda: gone[3])
+    assert (deliveries.room(1), deliveries.room(2), deliveries.nbytes) == (False, True, 180)
+    gone[2] = True
+    assert not deliveries.room(1), "they go in order: a later one is not gone before the first"
+    gone[1] = True
+    assert (deliveries.room(1), deliveries.nbytes) == (True, 60)
+    gone[3] = True
+    assert (deliveries.room(1), deliveries.nbytes) == (True, 0)
+
+
+class Desk:
+    """An office whose peers take what they are let take."""
+
+    def __init__(self) -> None:
+        core = Core(Limits(), 1, store := PayloadStore(1000))
+        self.core = core
+        self.said: dict[int, list[Message]] = {}
+        self.parcels: dict[int, deque[bool]] = {}
+        self.taken: dict[int, int] = {}
+        self.full: set[int] = set()
+        self.gone: set[int] = set()
+        self.failures: list[BaseException] = []
+        self.office = Office(
+            core, store, self._read, post=lambda _: None, send=self._send, connected=lambda conn: conn not in self.gone,
+            failed=self.failures.append,
+        )  # fmt: skip
+        self.office.deliveries.most_bytes = 25
+
+    async def _read(self, sample_ids: Sequence[int]) -> dict[int, Payload]:
+        raise AssertionError("nothing is cold here")
+
+    def _send(self, conn: int, message: Message) -> bool:
+        if conn in self.full:
+            return False
+        self.said.setdefault(conn, []).append(message)
+        if isinstance(message, GroupDone):
+            number = sum(isinstance(m, GroupDone) for m in self.said[conn])
+            self.office.deliveries.sent(conn, len(message.prompt), lambda: self.taken.get(conn, 0) >= number)
+        return True
+
+    def groups(self, conn: int) -> list[int]:
+        return [m.group_id for m in self.said.get(conn, []) if isinstance(m, GroupDone)]
+
+
+def play(scene: Callable[[Desk], Awaitable[None]], monkeypatch: pytest.MonkeyPatch) -> Desk:
+    monkeypatch.setattr(lines, "ROOM_PAUSE_S", 0.0)
+
+    async def main() -> Desk:
+        desk = Desk()
+        await scene(desk)
+        await desk.office.close()
+        assert desk.failures == []
+        return desk
+
+    return asyncio.run(main())
+
+
+async def turns(n: int = 20) -> None:
+    for _ in range(n):
+        await asyncio.sleep(0)
+
+
+def test_groups_beyond_the_bound_wait_in_order_and_none_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(desk: Desk) -> None:
+        for n in range(1, 8):
+            desk.office.give(Send(1, group(n)))
+        desk.office.give(Send(1, Reply(1, Pong(1))))
+        desk.office.give(Send(2, group(99)))
+        await turns()
+        assert desk.groups(1) == [1, 2, 3], "the third crosses the bound"
+        assert desk.groups(2) == [99], "another trainer does not wait"
+        desk.taken[2] = 1
+        for taken in range(1, 8):
+            desk.taken[1] = taken
+            await turns()
+            assert desk.groups(1) == list(range(1, min(taken + 3, 7) + 1))
+            assert desk.office.deliveries.nbytes <= 30
+
+    desk = play(scene, monkeypatch)
+    assert [type(m) for m in desk.said[1]][-2:] == [GroupDone, Reply], "in its place"
+
+
+def test_a_group_that_a_full_queue_does_not_take_is_tried_again_and_a_lesser_message_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(desk: Desk) -> None:
+        desk.full.add(1)
+        desk.office.give(Send(1, Fleet(1, 0, 0, 0, 0)))
+        desk.office.give(Send(1, group(1)))
+        desk.office.give(Send(1, Fleet(2, 0, 0, 0, 0)))
+        await turns()
+        assert 1 not in desk.said
+        desk.full.clear()
+        await turns()
+
+    desk = play(scene, monkeypatch)
+    assert desk.said[1] == [group(1), Fleet(2, 0, 0, 0, 0)]
+
+
+def test_lesser_messages_behind_a_group_are_bounded_by_number_and_groups_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(office, "MOST_WAITING", 5)
+
+    async def scene(desk: Desk) -> None:
+        for n in range(1, 4):
+            desk.office.give(Send(1, group(n)))
+        for n in range(20):
+            desk.office.give(Send(1, group(10 + n) if n % 2 else Fleet(n, 0, 0, 0, 0)))
+        desk.taken[1] = 100
+        await turns(200)
+
+    desk = play(scene, monkeypatch)
+    assert desk.groups(1) == [1, 2, 3, *range(11, 31, 2)]
+    assert sum(isinstance(m, Fleet) for m in desk.said[1]) == 3
+    assert desk.core.counters["messages_dropped"] == 7
+
+
+def test_what_waits_for_a_peer_that_went_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(desk: Desk) -> None:
+        for n in range(1, 8):
+            desk.office.give(Send(1, group(n)))
+        await turns()
+        desk.gone.add(1)
+        await turns()
+        assert desk.office._out.waiting(1) == 0
+
+    play(scene, monkeypatch)
+
+
+# ---------------------------------------------------------------- over a real socket
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[LiveDaemon]:
+    with LiveDaemon(tmp_path / "state") as live:
+        yield live
+
+
+def test_a_trainer_that_reads_nothing_costs_the_bound_and_gets_every_group_when_it_does(daemon: LiveDaemon) -> None:
+    size, most, n = 1_000_000, 2_000_000, 30
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    trainer = context.socket(zmq.DEALER)
+    try:
+        rendezvous, owner = keys.read_rendezvous(daemon.state_dir), keys.read_keypair(keys.owner_key_path(daemon.state_dir))
+        trainer.curve_serverkey, trainer.linger = rendezvous.server_key.encode(), 0
+        trainer.curve_publickey, trainer.curve_secretkey = owner.public.encode(), owner.secret.encode()
+        trainer.rcvhwm, trainer.rcvbuf = 1, 65_536
+        trainer.connect(rendezvous.endpoint)
+        trainer.send(wire.encode(wire.Call(1, "r", 0, wire.Ping())))
+        assert trainer.poll(5000)
+        trainer.recv()
+        server = daemon.server
+        server.office.deliveries.most_bytes = most
+        (conn,) = server._routes
+        for number in range(n):
+            daemon.loop.call_soon_threadsafe(server.office.give, Send(conn, group(number, size)))
+        eventually(lambda: server.office._out.waiting(conn) > 0)
+        held = server.office._out.waiting(conn)
+        assert held > 0
+        assert most <= server.office.deliveries.nbytes <= most + size + 1000
+        got = []
+        while len(got) < n:
+            assert trainer.poll(5000), f"{len(got)} of {n} groups came"
+            message = wire.decode_to_trainer(trainer.recv())
+            assert isinstance(message, GroupDone)
+            got.append(message.group_id)
+            assert server.office.deliveries.nbytes <= most + size + 1000
+        assert got == list(range(n))
+        eventually(lambda: server.office.deliveries.room(conn) and server.office.deliveries.nbytes == 0)
+    finally:
+        trainer.close(linger=0)
+        context.term()

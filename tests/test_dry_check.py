@@ -1,0 +1,80 @@
+"""`scavenger check-config`: what a scavenger.toml means, and what a daemon would refuse, all of it at once and without a trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from scavenger import dry_check, keys, toml
+from scavenger.cli import app
+from scavenger.cluster.local import LocalServer
+from scavenger.config import read_daemon
+from scavenger.ledger import store
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def written(folder: Path, **sections: dict[str, Any]) -> Path:
+    path = folder / "scavenger.toml"
+    sections["daemon"] = {"state_dir": str(folder / "state")} | sections.get("daemon", {})
+    path.write_text(toml.dumps(sections))
+    return path
+
+
+def asked(path: Path) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["check-config", str(path)])
+    return done.exit_code, done.output
+
+
+def everything_below(folder: Path) -> set[Path]:
+    return set(folder.rglob("*"))
+
+
+def test_a_configuration_that_a_daemon_would_take_is_explained_and_leaves_no_trace(tmp_path: Path) -> None:
+    keys.init_state(tmp_path / "state", "ada")
+    with LocalServer(tmp_path / "cluster") as server:
+        cluster = {"backend": "local", "local_dir": str(server.dir)}
+        path = written(tmp_path, cluster=cluster, harvest={"partition": "scavenge", "headroom_gpus": 3, "account": "ml"})
+        before = everything_below(tmp_path / "state")
+        code, said = asked(path)
+        assert everything_below(tmp_path / "state") == before, "the ledger is not made by asking"
+    assert code == 0, said
+    assert "REFUSED" not in said
+    for text in ("partition scavenge, backend local", "3 idle GPUs are always left alone", "account ml", "tokens of every sample are kept"):
+        assert text in said
+
+
+def test_all_that_a_daemon_would_refuse_is_told_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(store, "mount_type", lambda path, mounts: "nfs4")
+    code, said = asked(written(tmp_path, harvest={"job_template": str(tmp_path / "nowhere.j2")}, cluster={"backend": "slurm"}))
+    assert code == 2
+    refused = [line.split(maxsplit=1)[1] for line in said.splitlines() if line.strip().startswith("REFUSED")]
+    assert refused == ["state and keys", "ledger", "job template", "cluster and partition"]
+    for text in ("scavenger init", "network file system (nfs4)", "nowhere.j2", "sbatch is not on PATH"):
+        assert text in said
+
+
+def test_a_partition_that_is_in_others_way_is_refused(tmp_path: Path) -> None:
+    keys.init_state(tmp_path / "state", "ada")
+    with LocalServer(tmp_path / "cluster") as server:
+        path = written(tmp_path, cluster={"backend": "local", "local_dir": str(server.dir)}, harvest={"partition": "normal"})
+        code, said = asked(path)
+    assert code == 2
+    assert "is not preemptible (PreemptMode=OFF)" in said
+
+
+def test_a_key_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["check-config", str(written(tmp_path, harvest={"max_engine": 3}))])
+    assert done.exit_code != 0
+    assert "unknown key 'harvest.max_engine'" in str(done.exception)
+
+
+def test_the_sites_example_is_explained() -> None:
+    said = "\n".join(dry_check.explain(read_daemon(ROOT / "examples/site/scavenger.toml"), "scavenger", "login1"))
+    assert "listens on 0.0.0.0" in said
+    assert "engines and trainers connect to login1.example.org" in said
+    assert "32768 MiB; 4 h at most" in said
