@@ -1,17 +1,27 @@
 """Which queued sample goes to which worker. Pure.
 
-First form: samples that already have tokens first (their group waits for them), then in the order of step and prompt; each to the
-worker with the smallest share of its slots taken, so that the fleet fills evenly and a preemption takes as few samples as it can.
-A sample never goes back to a node where an engine failed on it while another node serves: one sick engine, always the emptiest,
-would otherwise draw every sample to itself until they count as poisoned.
+Two forms. `place` knows no lengths: samples that already have tokens first (their group waits for them), then in the order of step
+and prompt; each to the worker with the smallest share of its slots taken, so that the fleet fills evenly and a preemption takes as few
+samples as it can. In both forms a sample never goes back to a node where an engine failed on it while another node serves: one sick
+engine, always the emptiest, would otherwise draw every sample to itself until they count as poisoned.
+
+`order` and `assign` go by expected lengths:
+
+    order    samples that moved; one probe of each group, shortest first; then longest first, mixed with the groups that are nearest
+             to whole (as much as the trainer starves) and with the oldest (so that none starves)
+    assign   each to the engine that would be done with it first, as long as that engine is below its plateau and its cache
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator, Set
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from scavenger.router.forecast_speed import Curve
 
 Slot = tuple[float, int, int, int, str]  # share taken, worker id, leases, max_batch, node
 
@@ -72,3 +82,168 @@ def _pop(heap: list[Slot], avoid: Set[str]) -> Slot | None:
     for slot in skipped:
         heapq.heappush(heap, slot)
     return found
+
+
+# ---------------------------------------------------------------- by expected lengths
+
+#: At least every so many placements go to the sample that came first: none is overtaken for ever.
+OLDEST_EVERY = 8
+#: At most this share of the placements goes to groups that are nearly whole, when the trainer has nothing at all to do.
+GROUP_SHARE = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A queued sample as the forecast sees it. `have`: tokens of context, prompt included; `rest`: expected tokens to come.
+
+    `moved`: it was begun elsewhere. Ids grow with age.
+    """
+
+    sample_id: int
+    group_id: int
+    have: float
+    rest: float
+    moved: bool = False
+    avoid: Set[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """A sample and why it is next."""
+
+    job: Job
+    why: str
+
+
+def order(jobs: Iterable[Job], begun: Set[int], group_rest: Mapping[int, float], starved: float) -> list[Ranked]:
+    """In which order to place. `begun`: groups of which a sample runs or is done; `starved`: 0 = the trainer has work, 1 = it waits.
+
+    `group_rest`: expected tokens until each group is whole: the most that any of its samples, queued or running, has to come.
+    """
+    todo = sorted(jobs, key=lambda job: (job.group_id, job.sample_id))
+    ranked = [Ranked(job, "moved") for job in sorted((j for j in todo if j.moved), key=lambda j: (-j.rest, j.sample_id))]
+    rest = [job for job in todo if not job.moved]
+    seen = set(begun) | {ranking.job.group_id for ranking in ranked}
+    probes: list[Job] = []
+    others: list[Job] = []
+    for job in rest:
+        (others if job.group_id in seen else probes).append(job)
+        seen.add(job.group_id)
+    probes.sort(key=lambda job: (job.rest, job.group_id))
+    ranked += [Ranked(job, "probe of its group") for job in probes]
+    return ranked + _mixed(others, group_rest, min(1.0, max(0.0, starved)) * GROUP_SHARE)
+
+
+def _mixed(jobs: Sequence[Job], group_rest: Mapping[int, float], group_share: float) -> list[Ranked]:
+    """Longest first, with `group_share` of the places given to whom the trainer waits for, and every `OLDEST_EVERY`-th to the oldest."""
+    longest = deque(sorted(jobs, key=lambda job: (-job.rest, job.group_id, job.sample_id)))
+    nearest = deque(sorted(jobs, key=lambda job: (group_rest.get(job.group_id, job.rest), job.group_id, job.sample_id)))
+    oldest = deque(jobs)
+    ranked: list[Ranked] = []
+    taken: set[int] = set()
+    owed = 0.0
+    while len(ranked) < len(jobs):
+        owed += group_share
+        if len(ranked) % OLDEST_EVERY == OLDEST_EVERY - 1:
+            source, why = oldest, "oldest"
+        elif owed >= 1:
+            source, why, owed = nearest, "its group is nearest to whole", owed - 1
+        else:
+            source, why = longest, "longest expected"
+        while source[0].sample_id in taken:
+            source.popleft()
+        job = source.popleft()
+        taken.add(job.sample_id)
+        ranked.append(Ranked(job, why))
+    return ranked
+
+
+@dataclass(slots=True)
+class Engine:
+    """An engine that may take leases, with what it has. `limit`: leases up to its plateau; `cache`: tokens that its KV cache holds.
+
+    `longest`: tokens to come of its longest sample; `work_s`: `Curve.work_s` over its samples; `context`: their tokens, half of what is to
+    come included. `open_s`: how long it will generate yet (a reserved one is put to sleep); `reload_s`: a token's prefill elsewhere.
+    """
+
+    worker_id: int
+    node: str
+    leases: int
+    limit: int
+    curve: Curve
+    cache: float = math.inf
+    longest: float = 0.0
+    work_s: float = 0.0
+    context: float = 0.0
+    open_s: float = math.inf
+    reload_s: float = 0.0
+
+    @property
+    def drain_s(self) -> float:
+        return self.curve.base * self.longest + self.work_s
+
+    def with_s(self, job: Job) -> float:
+        """When it would be done with this one too. What outlasts its window is prefilled elsewhere, which counts."""
+        done = self.curve.base * max(self.longest, job.rest) + self.work_s + self.curve.work_s(job.have, job.rest)
+        return done if done <= self.open_s else done + (job.have + job.rest) * self.reload_s
+
+    def room_for(self, job: Job) -> bool:
+        fits = self.context + job.have + job.rest / 2 <= self.cache or not self.leases
+        return fits and self.leases < self.limit
+
+    def take(self, job: Job) -> None:
+        self.leases += 1
+        self.longest = max(self.longest, job.rest)
+        self.work_s += self.curve.work_s(job.have, job.rest)
+        self.context += job.have + job.rest / 2
+
+
+Entry = tuple[float, int, Engine]  # when it is done, worker id (unique), engine
+
+
+def assign(ranked: Iterable[Ranked], engines: Iterable[Engine]) -> Iterator[tuple[int, int, str]]:
+    """Yield (sample id, worker id, reason) until samples or room run out. Changes the engines given as it fills them.
+
+    List scheduling: each sample to the engine that would be done first with all it holds. Among engines alike that is the one done first
+    now, so that only the first of each kind is looked at.
+    """
+    fleet = sorted(engines, key=lambda e: e.worker_id)
+    nodes = {engine.node for engine in fleet}
+    kinds: dict[tuple[Curve, float, int, float], list[Entry]] = {}
+    for engine in fleet:
+        if engine.leases < engine.limit:
+            alike = (engine.curve, engine.open_s, engine.limit, engine.cache)
+            kinds.setdefault(alike, []).append((engine.drain_s, engine.worker_id, engine))
+    heaps = list(kinds.values())
+    for heap in heaps:
+        heapq.heapify(heap)
+    for ranking in ranked:
+        if not any(heaps):
+            return
+        job = ranking.job
+        avoid = job.avoid if nodes - job.avoid else frozenset()
+        found = [(entry[2].with_s(job), entry[1], entry, heap) for heap in heaps if (entry := _first(heap, job, avoid)) is not None]
+        if not found:
+            continue
+        done_s, worker_id, entry, heap = min(found, key=lambda f: f[:2])
+        engine = entry[2]
+        engine.take(job)
+        _replace(heap, entry, (engine.drain_s, worker_id, engine) if engine.leases < engine.limit else None)
+        yield job.sample_id, worker_id, f"{ranking.why}, {job.rest:.0f} tokens expected; worker {worker_id} would be done in {done_s:.1f} s"
+
+
+def _first(heap: list[Entry], job: Job, avoid: Set[str]) -> Entry | None:
+    """The entry that is done first among those that have room, not on a node to avoid. Mostly the heap's top."""
+    if heap and heap[0][2].node not in avoid and heap[0][2].room_for(job):
+        return heap[0]
+    return min((entry for entry in heap if entry[2].node not in avoid and entry[2].room_for(job)), default=None)
+
+
+def _replace(heap: list[Entry], old: Entry, new: Entry | None) -> None:
+    if heap[0] is old:
+        heapq.heappop(heap)
+    else:
+        heap.remove(old)
+        heapq.heapify(heap)
+    if new is not None:
+        heapq.heappush(heap, new)

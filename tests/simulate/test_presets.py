@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from scavenger.errors import ConfigError
-from scavenger.simulate import presets
+from scavenger.simulate import calibrate, presets
 from scavenger.simulate.decode import EngineSpec, Model
 
 
@@ -26,6 +26,18 @@ def test_the_uncalibrated_curve_gives_the_measurement_it_cites() -> None:
     llama = Model("Llama-3.1-8B", 32, 4096, 32, 8, 128, 14_336, 128_256)
     a100_40 = replace(presets.A100, memory_bytes=40e9, bandwidth_bytes_s=1.555e12)
     assert EngineSpec(llama, a100_40, presets.UNCALIBRATED).tokens_per_s(1, 1100) == pytest.approx(75, rel=0.02)
+
+
+def test_the_fitted_curve_is_the_fit_of_the_measurements_it_cites() -> None:
+    points = [calibrate.Measured(batch, context, batch / step) for (batch, context), step in presets.VLLM_H100_STEPS.items()]
+    found = calibrate.fit(presets.engine("Qwen3-8B", "H100"), points)
+    assert found.rms_error < 0.027
+    assert found.worst_error < 0.067
+    for name in ("bandwidth", "decode_compute", "overhead_s"):
+        assert getattr(presets.VLLM_H100, name) == pytest.approx(getattr(found.efficiency, name), rel=0.005)
+    fitted = presets.engine("Qwen3-8B", "H100", efficiency=presets.VLLM_H100)
+    for (batch, context), step in presets.VLLM_H100_STEPS.items():
+        assert fitted.step_s(batch, batch * context) == pytest.approx(step, rel=0.07)
 
 
 def test_more_bandwidth_decodes_faster_and_bigger_models_slower() -> None:

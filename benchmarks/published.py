@@ -1,0 +1,175 @@
+"""Simulates the published points and prints simulated against published, with the error: one set of constants for all rows.
+
+    python benchmarks/published.py [--spot spot_bamboo.csv.gz] [--steps 12] [--seeds 2] [--rows colocated,rlboost] [--json out.json]
+
+Rows with constant pairs need no trace. Those on spot segments need the spot trace; without --spot they are left out and named. They run the
+three spot segments of benchmarks/segments.json with half their instances, a pair of GPUs each. Throughput counts prompts and answers, as
+veRL's perf/throughput does, over whole steps after the first quarter (the policies' own learning).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from scavenger.simulate import traces
+from scavenger.simulate.contender import Contender
+from scavenger.simulate.driver import simulate
+from scavenger.simulate.engine import Streams
+from scavenger.simulate.fleet import Fleet
+from scavenger.simulate.outcome import Outcome
+from scavenger.simulate.policies.colocated import COLOCATED
+from scavenger.simulate.policies.rlboost import Settings, rlboost
+from scavenger.simulate.published import ROWS, STACK, Quantity, Row, Setting
+from scavenger.simulate.scenario import Scenario
+
+SEGMENTS = Path(__file__).with_name("segments.json")
+WARM_UP = 0.25
+PAIR = STACK.engine_gpus
+
+CONTENDERS: dict[str, Contender] = {
+    "colocated": COLOCATED,
+    "rlboost": rlboost(Settings(theta=STACK.pending, batch=STACK.pending)),
+    "rlboost without seeding": rlboost(Settings(theta=STACK.pending, batch=STACK.pending, seeds=False)),
+    "rlboost without memo": rlboost(Settings(theta=STACK.pending, batch=STACK.pending, memo=False)),
+}
+
+
+def steady(pairs: int, end_s: float) -> Fleet:
+    """Pairs that are there all the time; at least one node, since a fleet has some."""
+    capacity = {f"spot-{index:02}": PAIR for index in range(max(1, pairs))}
+    return Fleet(f"{pairs} pairs", end_s, capacity, dict.fromkeys(capacity, PAIR if pairs else 0), ())
+
+
+def spot_fleets(path: Path, seed: int) -> list[Fleet]:
+    """The three spot segments, each with half its instances (every other one, by name)."""
+    fleets = []
+    described = json.loads(SEGMENTS.read_text())
+    for one in described["segments"]:
+        if one["trace"].startswith("spot"):
+            fleet = traces.read_spot(path, one["source"], PAIR, Streams(seed).stream("instances"))
+            fleets.append(fleet.only(sorted(fleet.capacity)[::2]).segment(one["start_s"], described["length_s"]))
+    return fleets
+
+
+def scenario(setting: Setting, fleet: Fleet, steps: int, seed: int) -> Scenario:
+    engine = setting.engine()
+    return Scenario(
+        reserved=engine,
+        reserved_engines=setting.reserved_gpus // STACK.engine_gpus,
+        harvested=engine,
+        trainer=setting.trainer(),
+        lengths=setting.lengths(),
+        fleet=fleet,
+        prompts=STACK.prompts,
+        samples=STACK.samples_per_prompt,
+        prompt_tokens=STACK.prompt_tokens,
+        steps=steps,
+        horizon_s=fleet.end_s,
+        max_engines=64,
+        max_batch=STACK.max_sequences,
+        engine_bytes_s=STACK.engine_bytes_s,
+        relay=False,
+        offload=STACK.offload_optimizer,
+        round_tokens=STACK.token_budget,
+        seed=seed,
+    )
+
+
+def throughput(out: Outcome) -> float:
+    """Tokens a second, prompts included, without the first steps."""
+    steps = out.steps[int(len(out.steps) * WARM_UP) :]
+    tokens = sum(step.tokens + step.samples * STACK.prompt_tokens for step in steps)
+    return tokens / (steps[-1].end_s - steps[0].start_s)
+
+
+def mean_pairs(out: Outcome) -> float:
+    return out.harvested_gpu_hours * 3600 / out.step_seconds / PAIR
+
+
+class Bench:
+    """Runs what rows need, once."""
+
+    def __init__(self, spot: Path | None, steps: int, seeds: int) -> None:
+        self._spot, self._steps, self._seeds = spot, steps, seeds
+        self._known: dict[tuple[str, Setting], list[Outcome]] = {}
+
+    def outcomes(self, policy: str, setting: Setting) -> list[Outcome]:
+        if (policy, setting) not in self._known:
+            outs = []
+            for seed in range(self._seeds):
+                for fleet, steps in self._fleets(setting, seed):
+                    outs.append(simulate(scenario(setting, fleet, steps, seed), CONTENDERS[policy]))
+            self._known[policy, setting] = outs
+        return self._known[policy, setting]
+
+    def _fleets(self, setting: Setting, seed: int) -> list[tuple[Fleet, int]]:
+        """Segments are run to their end, constant fleets for so many steps."""
+        if not setting.spot_segments:
+            return [(steady(setting.pairs, 30 * 86_400.0), self._steps)]
+        assert self._spot is not None
+        return [(fleet, 0) for fleet in spot_fleets(self._spot, seed)]
+
+    def value(self, row: Row) -> float:
+        ours = self.outcomes(row.policy if not _without(row) else _without(row), row.setting)
+        speed = _mean(throughput, ours)
+        if row.quantity is Quantity.TOKENS_PER_S:
+            return speed
+        base = self.outcomes(row.against, row.setting)
+        factor = statistics.mean(throughput(mine) / throughput(other) for mine, other in zip(ours, base, strict=True))
+        if row.quantity is Quantity.SPEED_UP:
+            return factor
+        if row.quantity is Quantity.CHANGE:
+            return factor - 1
+        price = [row.setting.dollars_per_hour(mean_pairs(mine)) / row.setting.dollars_per_hour(0.0) for mine in ours]
+        gains = [throughput(mine) / throughput(other) / paid for mine, other, paid in zip(ours, base, price, strict=True)]
+        return statistics.mean(gains) - 1
+
+
+def _without(row: Row) -> str:
+    """The contender's name where the row switches something off."""
+    off = [switch for switch, on in row.switches.items() if not on]
+    return f"{row.policy} without {off[0]}" if off else ""
+
+
+def _mean(of: Callable[[Outcome], float], outs: list[Outcome]) -> float:
+    return statistics.mean(of(out) for out in outs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--spot", type=Path)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--rows", default="", help="only rows whose names begin with one of these, comma separated")
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    wanted = tuple(name for name in asked.rows.split(",") if name)
+    rows = [row for row in ROWS if not wanted or row.name.startswith(wanted)]
+    bench = Bench(asked.spot, asked.steps, asked.seeds)
+    found, left_out = [], []
+    print(f"{'row':34} {'published':>10} {'simulated':>10} {'error':>7}  source")
+    for row in rows:
+        if row.setting.spot_segments and asked.spot is None:
+            left_out.append(row.name)
+            continue
+        started = time.perf_counter()
+        value = bench.value(row)
+        found.append({"row": row.name, "published": row.value, "simulated": value, "error": row.error(value), "calibrates": row.calibrates})
+        form = ",.0f" if row.quantity is Quantity.TOKENS_PER_S else ".2f"
+        marked = row.name + (" *" if row.calibrates else "")
+        took = time.perf_counter() - started
+        print(f"{marked:34} {row.value:>10{form}} {value:>10{form}} {row.error(value):>+7.1%}  {row.source} ({took:.0f} s)", flush=True)
+    print("* calibrates: the constants were chosen with these rows")
+    if left_out:
+        print(f"left out, they need --spot: {'; '.join(left_out)}")
+    if asked.json:
+        asked.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

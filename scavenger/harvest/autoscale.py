@@ -1,0 +1,115 @@
+"""How many harvested engines a run asks for: up while its trainer waits, down gently, none that cannot earn its start. Pure.
+
+    useful    the most engines of which each still shortens the step (`router.window.size_fleet`)
+    target    within it: grows by the share of the step in which its GPUs did not train (they generated themselves, or waited), holds
+              inside a dead band, shrinks by little at a time
+    worth     the next engine's saving over its expected life (`survival`) against the GPU time of its cold start
+
+Owns the rules and the state they need from one step to the next. Knows nothing of Slurm, jobs or rooms, and no clock.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from scavenger.harvest.survival import Curve
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """`low`..`high`: shares of the step that the trainer may wait without a change. `shrink`: the most that leaves at once, a share.
+
+    `patience`: steps in a row that ask for fewer before any leaves. `weight`: of the newest step in the average wait.
+    """
+
+    low: float = 0.05
+    high: float = 0.15
+    shrink: float = 0.125
+    patience: int = 2
+    weight: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low < self.high <= 1 or not 0 < self.shrink <= 1 or self.patience < 1 or not 0 < self.weight <= 1:
+            raise ValueError(f"{self}: 0 <= low < high <= 1, 0 < shrink <= 1, patience >= 1, 0 < weight <= 1")
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """`target`: engines asked for now. `wait`: the averaged share of the step that the trainer waited; None: no step yet."""
+
+    target: int = 0
+    wait: float | None = None
+    low_steps: int = 0
+    reason: str = "no step was seen yet"
+
+
+def step_ended(state: State, wait_share: float, useful: int, rules: Rules) -> State:
+    """The target after a step in which the trainer waited for `wait_share` of it, when up to `useful` engines shorten the next.
+
+    Growth aims where the wait vanishes: with n engines and a share w waited, n / (1 - w) do the same work in the time that was not
+    waited; at least one more. More than is useful is never asked for, and what became useless leaves by `shrink` at a time.
+    """
+    if not 0 <= wait_share <= 1 or useful < 0:
+        raise ValueError(f"a wait share of {wait_share} with {useful} useful engines")
+    wait = wait_share if state.wait is None else (1 - rules.weight) * state.wait + rules.weight * wait_share
+    told = f"the trainer waits {wait:.0%} of a step, {useful} engines are useful, {state.target} asked for"
+    if wait > rules.high and useful > state.target:
+        grown = max(state.target + 1, math.ceil(max(1, state.target) / max(1 - wait, 0.05) - 1e-9))
+        target = min(useful, grown)
+        return State(target, wait, 0, f"{told}: over {rules.high:.0%}, so {target}")
+    idle = wait < rules.low or useful < state.target
+    low_steps = state.low_steps + 1 if idle else 0
+    if idle and low_steps >= rules.patience and state.target > 0:
+        least = useful if useful < state.target else 0
+        target = max(least, state.target - max(1, math.floor(rules.shrink * state.target)))
+        return State(target, wait, low_steps, f"{told}: for {low_steps} steps too many, so {target}")
+    band = f"within {rules.low:.0%} to {rules.high:.0%}" if not idle else f"too many for {low_steps} of {rules.patience} steps"
+    return State(state.target, wait, low_steps, f"{told}: {band}, so it stays")
+
+
+def start_with(state: State, useful: int) -> State:
+    """Before any step was seen the forecast alone decides: all that is useful is asked for."""
+    if state.wait is not None:
+        return state
+    return replace(state, target=useful, reason=f"no step was seen yet: the forecast's {useful} engines")
+
+
+@dataclass(frozen=True, slots=True)
+class Worth:
+    """Whether one more engine earns its start."""
+
+    ask: bool
+    saved_gpu_s: float
+    cost_gpu_s: float
+    reason: str
+
+
+#: An engine whose start is likelier than this to be wasted is not asked for, whatever it would save.
+MOST_WASTED = 0.5
+
+
+def worth(saving: float, run_gpus: float, gpus: int, cold_start_s: float, life: Curve, age_s: float = 0.0, hold_s: float = 0.0) -> Worth:
+    """One more engine of `gpus` GPUs that shortens a step by the share `saving`, for a run that occupies `run_gpus` GPUs.
+
+    While it serves, it saves `saving * run_gpus` GPU-seconds a second; it serves for E[(life - cold start)+]; its start costs
+    `gpus * E[min(life, cold start)]` GPU-seconds. `age_s`: for how long the GPU has been idle. `hold_s`: seconds of each life for which
+    it is held without work (between steps), counted with its cost.
+    """
+    serves = life.expected_s(cold_start_s, age_s)
+    starting = life.expected_s(0.0, age_s, horizon_s=cold_start_s)
+    wasted = 1 - life.survives(cold_start_s, age_s)
+    saved, cost = saving * run_gpus * serves, gpus * (starting + hold_s)
+    told = (
+        f"saves {saving:.2%} of a step of {run_gpus:g} GPUs for {serves:.0f} s expected after a start of {cold_start_s:.0f} s "
+        f"({wasted:.0%} are lost before): {saved:.0f} GPU-s against {cost:.0f}"
+    )
+    if wasted > MOST_WASTED:
+        return Worth(False, saved, cost, f"{told}; over {MOST_WASTED:.0%} would be wasted")
+    return Worth(saved > cost, saved, cost, told)
+
+
+def break_even(run_gpus: float, gpus: int, cold_start_s: float, life: Curve) -> float:
+    """The saving at which `worth` turns: what an engine must at least shorten the step by; inf when none outlasts its start."""
+    serves = run_gpus * life.expected_s(cold_start_s)
+    return gpus * life.expected_s(0.0, horizon_s=cold_start_s) / serves if serves > 0 else math.inf

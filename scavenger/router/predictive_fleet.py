@@ -1,0 +1,68 @@
+"""How many harvested engines a run asks for, from one step to the next. Pure.
+
+Sizes the fleet on a whole step with lengths from the forecast (`window.size_fleet`), asks for no engine that saves less over its
+expected life than its start costs (`harvest.autoscale.worth`), and goes there by the share of the step that the trainer waited
+(`harvest.autoscale.step_ended`). Owns when the size is solved again: every few steps, or when the step or the limit is another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from scavenger.harvest import autoscale
+from scavenger.router import window as windows
+from scavenger.router.forecast import Forecast, node_class
+from scavenger.router.forecast_step import Pool
+from scavenger.router.policy import RunView
+from scavenger.router.predictive_view import whole_step
+
+#: The fleet is sized again after so many steps.
+SIZE_STEPS = 4
+
+
+@dataclass(slots=True)
+class FleetSizer:
+    """One run's fleet. `least_saving`: what an engine must shorten a step by, at least, whatever its start costs."""
+
+    least_saving: float
+    rules: autoscale.Rules
+    useful: int = 0
+    reason: str = ""
+    state: autoscale.State = field(default_factory=autoscale.State)
+    _steps: int = 0
+    _sized_for: tuple[int, int] = (-1, -1)
+    _waits: list[float] = field(default_factory=list)
+
+    def step_ended(self, wait_share: float) -> None:
+        """The trainer waited for this share of the step."""
+        self._steps += 1
+        self._waits.append(wait_share)
+
+    def engines(self, view: RunView, forecast: Forecast, now: float) -> tuple[int, str]:
+        """The number asked for, at most the run's own limit, and why."""
+        stale = self._steps >= SIZE_STEPS or (self._steps > 0 and self.state.wait is None)
+        if stale or (view.step.samples, view.max_engines) != self._sized_for:
+            self._size(view, forecast, now)
+        self.state = autoscale.start_with(self.state, self.useful)
+        for wait in self._waits:
+            self.state = autoscale.step_ended(self.state, wait, self.useful, self.rules)
+        self._waits.clear()
+        return min(view.max_engines, self.state.target), f"{self.state.reason}; {self.reason}"
+
+    def _size(self, view: RunView, forecast: Forecast, now: float) -> None:
+        step, lengths = view.step, forecast.lengths
+        assert lengths is not None, "sized before any sample was seen"
+        reserved = [w for w in view.workers if w.kind == "reserved"]
+        gpus = next((w.gpus for w in view.workers if w.kind != "reserved"), reserved[0].gpus if reserved else 1)
+        run_gpus = sum(w.gpus for w in reserved)
+        curve = forecast.curve("harvested", gpus)
+        own = forecast.curve("reserved", reserved[0].gpus) if reserved else curve
+        pools = Pool(own, float(len(reserved)), view.max_batch), Pool(curve, 0.0, view.max_batch)
+        whole = whole_step(lengths.table(), forecast, step.samples, step.groups, *pools, forecast.costs(curve, gpus, run_gpus))
+        life, start_s = forecast.survival.curve(node_class(gpus), now), forecast.start.value
+        needed = autoscale.break_even(max(run_gpus, gpus), gpus, start_s, life)
+        size = windows.size_fleet(whole, view.max_engines, max(self.least_saving, needed))
+        verdict = autoscale.worth(size.saving, max(run_gpus, gpus), gpus, start_s, life)
+        self._steps, self._sized_for = 0, (step.samples, view.max_engines)
+        self.useful = size.engines if verdict.ask else 0
+        self.reason = f"{size.reason}; the last one {verdict.reason}"

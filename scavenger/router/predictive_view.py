@@ -1,0 +1,194 @@
+"""A run at one moment, as its forecasts see it: what every sample has and has to come, what every engine holds. Pure.
+
+Made of a `RunView` and a `Forecast`, for the controllers to reckon with; several ask about the same moment, so it is made once. Two
+readings of what is to come: `expected` (the mean, steady from one moment to the next: who goes where) and `imputed` (one plausible
+length each, with the spread and the maximum of the whole set: when the step ends). Decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from scavenger.router.forecast import Forecast
+from scavenger.router.forecast_lengths import Belief, Group, Table, impute
+from scavenger.router.forecast_speed import Curve
+from scavenger.router.forecast_step import Costs, Outstanding, Pool, Situation
+from scavenger.router.policy import RunView, SampleView, WorkerView
+
+LOADING = ("loading", "away")
+#: An engine that is late is expected after this share more of what it has been loading for.
+LATE = 0.25
+#: Samples wait for an engine that is expected within this, rather than crowd those that are there.
+COMING_S = 20.0
+#: The quantile that counts where a sample must not be late.
+SAFE = 0.9
+
+
+@dataclass(slots=True)
+class GroupState:
+    """One group's samples. `done_tokens`: of its finished ones, prompts included."""
+
+    finished: list[int] = field(default_factory=list)
+    running: list[SampleView] = field(default_factory=list)
+    done_tokens: float = 0.0
+
+    def key(self) -> Group:
+        return Group(tuple(self.finished), tuple(sample.length for sample in self.running))
+
+
+class Picture:
+    """Everything is in order of ids."""
+
+    def __init__(self, view: RunView, forecast: Forecast, now: float, beliefs: dict[int, tuple[object, Belief]]) -> None:
+        self.now = now
+        self.step = view.step
+        self.workers: Sequence[WorkerView] = view.workers
+        self._forecast = forecast
+        self._beliefs = beliefs
+        self.groups: dict[int, GroupState] = {}
+        self.held: dict[int, list[SampleView]] = {}
+        cap = 1
+        for sample in view.samples:
+            group = self.groups.get(sample.group_id)
+            if group is None:
+                group = self.groups[sample.group_id] = GroupState()
+            if sample.done:
+                group.finished.append(sample.length)
+                group.done_tokens += sample.length + sample.prompt_tokens
+                continue
+            cap = max(cap, sample.cap)
+            group.running.append(sample)
+            if sample.worker_id:
+                self.held.setdefault(sample.worker_id, []).append(sample)
+        self._cap = cap
+        self.reserved = [w for w in self.workers if w.kind == "reserved"]
+        self.harvested = [w for w in self.workers if w.kind != "reserved"]
+
+    @cached_property
+    def table(self) -> Table:
+        lengths = self._forecast.lengths
+        if lengths is None or (self._cap > 1 and lengths.cap != self._cap):
+            lengths = self._forecast.capped(self._cap)
+        return lengths.table(sample.length for group in self.groups.values() for sample in group.running if sample.length)
+
+    @cached_property
+    def expected(self) -> dict[int, float]:
+        """Expected tokens to come of each sample that is not done."""
+        rests: dict[int, float] = {}
+        for group_id, group in self.groups.items():
+            if not group.running:
+                continue
+            belief = self._belief(group_id, group)
+            fresh: float | None = None
+            for sample in group.running:
+                if sample.length:
+                    rests[sample.id] = self.table.expected(belief, sample.length) - sample.length
+                    continue
+                if fresh is None:
+                    fresh = self.table.expected(belief, 0)
+                rests[sample.id] = fresh
+        return rests
+
+    @cached_property
+    def imputed(self) -> dict[int, float]:
+        """One plausible number of tokens to come of each sample that is not done."""
+        keys = {group_id: group.key() for group_id, group in self.groups.items() if group.running}
+        beliefs = {group_id: self._belief(group_id, self.groups[group_id]) for group_id in keys}
+        lengths = impute(self.table, keys, beliefs)
+        return {
+            sample.id: length - sample.length
+            for group_id in keys
+            for sample, length in zip(self.groups[group_id].running, lengths[group_id], strict=True)
+        }
+
+    def longest(self, sample: SampleView) -> float:
+        """Tokens to come that this sample exceeds in one of ten cases only."""
+        belief = self._belief(sample.group_id, self.groups[sample.group_id])
+        return self.table.at(belief, sample.length, SAFE) - sample.length
+
+    def _belief(self, group_id: int, group: GroupState) -> Belief:
+        """Solved again when a sibling finished, or one has grown by about a quarter."""
+        grown = tuple(_octave(s.length) for s in group.running)
+        stamp = (len(group.finished), grown, round(self.table.correlation, 2))
+        known = self._beliefs.get(group_id)
+        if known is not None and known[0] == stamp:
+            return known[1]
+        belief = self.table.belief(group.key())
+        self._beliefs[group_id] = (stamp, belief)
+        return belief
+
+    # ---------------------------------------------------------------- engines
+
+    def curve(self, worker: WorkerView) -> Curve:
+        return self._forecast.curve(worker.kind, worker.gpus)
+
+    def ready_in_s(self, worker: WorkerView) -> float:
+        """How long a loading engine will take yet: the mean of such loads, and a share of its delay once it is late."""
+        first = worker.joined_at >= self.step.submitted_at
+        since = worker.joined_at if first else self.step.submitted_at
+        usual, spent = self._forecast.start.value if first else self._forecast.load_s(worker.kind), self.now - since
+        return max(usual - spent, LATE * spent, 0.0)
+
+    @cached_property
+    def fair_share(self) -> int:
+        """Samples that each engine would hold if those that are about to be ready held as many."""
+        serving = sum(w.serves for w in self.workers)
+        coming = sum(not w.serves and w.status in LOADING and self.ready_in_s(w) <= COMING_S for w in self.workers)
+        outstanding = sum(len(group.running) for group in self.groups.values())
+        return -(-outstanding // max(1, serving + coming)) if coming else outstanding
+
+    @cached_property
+    def delivered_tokens(self) -> tuple[int, float]:
+        """Whole groups, and their tokens."""
+        whole = [group for group in self.groups.values() if not group.running]
+        return len(whole), sum(group.done_tokens for group in whole)
+
+    def situation(self, trained_tokens: float, imputed: bool = True) -> Situation:
+        """The step under way. `trained_tokens`: about how much of the whole groups was trained already."""
+        rests = self.imputed if imputed else self.expected
+        samples = tuple(
+            Outstanding(sample.prompt_tokens + sample.length, rests[sample.id], group_id)
+            for group_id, group in self.groups.items()
+            for sample in group.running
+        )
+        reserved, harvested = self.reserved, self.harvested
+        serving = [w for w in harvested if w.serves]
+        like = harvested or reserved
+        gpus = like[0].gpus if like else 1
+        curve = self._forecast.curve("harvested", gpus)
+        trainer_gpus = sum(w.gpus for w in reserved)
+        groups, tokens = self.delivered_tokens
+        ready = max(0.0, tokens - trained_tokens)
+        awake = self.step.reserved_awake
+        loading = [self.ready_in_s(w) for w in reserved if not w.serves and w.status in LOADING] if awake else []
+        slots = max([w.max_batch for w in self.workers], default=1)
+        return Situation(
+            reserved=Pool(self.curve(reserved[0]) if reserved else curve, float(len(reserved)), slots),
+            harvested=Pool(curve, float(len(serving)), slots),
+            costs=self._forecast.costs(curve, gpus, trainer_gpus),
+            samples=samples,
+            awake=awake,
+            arrivals=tuple((self.ready_in_s(w), 1.0) for w in harvested if not w.serves and w.status in LOADING),
+            loss_per_s=self._forecast.loss_per_s(gpus, self.now),
+            ready_groups=min(groups, round(groups * ready / tokens)) if tokens else 0,
+            ready_tokens=ready,
+            group_tokens={group_id: group.done_tokens for group_id, group in self.groups.items() if group.running},
+            reserved_after_s=max(loading, default=0.0),
+        )
+
+
+def _octave(length: int) -> int:
+    """Grows by one each time that a length grows by about a quarter."""
+    bits = max(length.bit_length(), 7)
+    return bits * 4 + (length >> (bits - 3))
+
+
+def whole_step(table: Table, forecast: Forecast, samples: int, groups: int, reserved: Pool, harvested: Pool, costs: Costs) -> Situation:
+    """A step that has not begun, of so many samples in so many groups, with lengths from the forecast."""
+    each = max(1, samples // max(1, groups))
+    drawn = impute(table, {group: Group(running=(0,) * each) for group in range(max(1, groups))})
+    prompt = forecast.prompt.value
+    waiting = tuple(Outstanding(prompt, rest, group) for group in sorted(drawn) for rest in drawn[group])
+    return Situation(reserved=reserved, harvested=harvested, costs=costs, samples=waiting)

@@ -1,0 +1,159 @@
+"""How long reserved engines shall generate before they train, and how many harvested engines are worth having. Pure.
+
+The window is the end of the open phase with the least predicted step time (`forecast_step`), found over a coarse grid and then by golden
+section between its best point's neighbours. Solved again whenever the fleet or the forecast changed: seconds count from that moment.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from scavenger.router.forecast_step import NEVER, Situation, StepModel
+
+GRID = 10
+REFINEMENTS = 5
+#: Predictions this near each other (a share of the step) are alike: the present state is kept.
+ALIKE = 0.003
+#: Waking pays only when it saves this share of what is left of the step: predictions are not better than that.
+REOPEN_GAIN = 0.05
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The best that is predicted. `close_after_s`: 0 = train now, NEVER = generate to the end (or, when asleep: stay so, `awake` False).
+
+    `step_s`: what is left of the step then; `now_s`: what would be left when the reserved engines trained from now on.
+    """
+
+    awake: bool
+    close_after_s: float
+    step_s: float
+    now_s: float
+    reason: str
+
+
+def predict(situation: Situation, window_s: float) -> float:
+    """Seconds left of the step when the window (open already, or opened now) closes after `window_s`; inf when it would never end."""
+    return StepModel(situation).close_s(window_s)
+
+
+def solve(situation: Situation) -> Plan:
+    """The window with the least predicted step time; keeps the present state where that is as good."""
+    model = StepModel(situation)
+    if not situation.awake:
+        return _solve_asleep(model)
+    window, best, now_s = _search(model)
+    alike = ALIKE * best if best < NEVER else 0.0
+    told = _told(situation)
+    if now_s <= best + alike:
+        return Plan(False, 0.0, now_s, now_s, f"training from now on ends the step in {now_s:.1f} s, no later window sooner ({told})")
+    when = f"closing in {window:.1f} s" if window < model.end_s else f"generating to the end, {window:.1f} s,"
+    why = f"{when} ends the step in {best:.1f} s, closing now in {now_s:.1f} s ({told})"
+    return Plan(True, window if window < model.end_s else NEVER, best, now_s, why)
+
+
+def _solve_asleep(model: StepModel) -> Plan:
+    stay = model.asleep_s()
+    told = _told(model.situation)
+    if not model.situation.samples or not model.situation.reserved.engines:
+        return Plan(False, NEVER, stay, stay, f"nothing is left for reserved engines to generate ({told})")
+    window, best, _ = _search(model)
+    gain = REOPEN_GAIN if _begun(model.situation) else 0.0
+    if best < stay * (1 - gain):
+        why = f"generating again for {window:.1f} s ends the step in {best:.1f} s, training on in {stay:.1f} s ({told})"
+        return Plan(True, window if window < model.end_s else NEVER, best, stay, why)
+    why = f"training on ends the step in {stay:.1f} s, generating again in {best:.1f} s at best: not {gain:.0%} less ({told})"
+    return Plan(False, NEVER, stay, stay, why)
+
+
+def _begun(situation: Situation) -> bool:
+    """Whether any sample is done: before that the trainer has nothing to do, and waking interrupts nothing."""
+    return situation.ready_groups > 0 or any((situation.group_tokens or {}).values())
+
+
+def _told(situation: Situation) -> str:
+    coming = sum(more for _, more in situation.arrivals)
+    engines = f"{situation.reserved.engines:g} reserved and {situation.harvested.engines:g} harvested engines, {coming:g} more to come"
+    return f"{len(situation.samples)} samples left, {engines}, {situation.ready_groups} groups ready"
+
+
+def _search(model: StepModel) -> tuple[float, float, float]:
+    """(window, step time with it, step time when closed now)."""
+    end = model.end_s if model.end_s < NEVER else 0.0
+    known: dict[float, float] = {}
+
+    def at(window: float) -> float:
+        if window not in known:
+            known[window] = model.close_s(window)
+        return known[window]
+
+    grid = sorted({*(end * i / GRID for i in range(GRID)), end})
+    best = min(grid, key=lambda w: (at(w), w))
+    index = grid.index(best)
+    low, high = grid[max(0, index - 1)], grid[min(len(grid) - 1, index + 1)]
+    best = min((best, _golden(at, low, high)), key=lambda w: (at(w), w))
+    return best, at(best), at(0.0)
+
+
+def _golden(at: Callable[[float], float], low: float, high: float) -> float:
+    """Golden section search for the least value between two points."""
+    left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
+    for _ in range(REFINEMENTS):
+        if at(left) <= at(right):
+            high, right = right, left
+            left = high - _GOLDEN * (high - low)
+        else:
+            low, left = left, right
+            right = low + _GOLDEN * (high - low)
+    return left if at(left) <= at(right) else right
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSize:
+    """How many harvested engines are worth having, the step time with so many and with none, and what the last of them saves."""
+
+    engines: int
+    step_s: float
+    alone_s: float
+    saving: float
+    reason: str
+
+
+def size_fleet(situation: Situation, most: int, least_saving: float) -> FleetSize:
+    """The most engines of which each one still shortens the step by `least_saving` of it, each step with its own best window.
+
+    `situation`: a whole step, with its harvested engines left out of account. The step time falls ever less with more engines, so that
+    doubling and bisection find the number; the saving of one engine is the mean over a few, to even out the search's own error.
+    """
+    known: dict[int, float] = {}
+
+    def at(engines: int) -> float:
+        if engines not in known:
+            sized = replace(situation, harvested=replace(situation.harvested, engines=float(engines)), arrivals=())
+            known[engines] = solve(sized).step_s
+        return known[engines]
+
+    def saving(engines: int) -> float:
+        """Of the `engines`-th one, as a share of the step."""
+        span = max(1, engines // 4)
+        longer = at(engines - span)
+        if longer == NEVER:
+            return 0.0 if at(engines) == NEVER else 1.0
+        return 1.0 - math.pow(at(engines) / longer, 1 / span)
+
+    # The first engine alone may not pay for the toggle where several do: every doubling is looked at.
+    doublings = sorted({min(most, 1 << i) for i in range(most.bit_length() + 1)}) if most > 0 else []
+    low = max((engines for engines in doublings if saving(engines) >= least_saving), default=0)
+    high = min(2 * low, most + 1) if low else 0
+    while high - low > max(1, low // 16):
+        middle = (low + high) // 2
+        if saving(middle) >= least_saving:
+            low = middle
+        else:
+            high = middle
+    share = saving(low) if low else 0.0
+    why = f"{low} engines make a step of {at(low):.0f} s, none {at(0):.0f} s; the last one saves {share:.1%} (least {least_saving:.1%})"
+    return FleetSize(low, at(low), at(0), share, f"{why}, at most {most}")

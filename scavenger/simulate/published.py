@@ -1,0 +1,161 @@
+"""The published points to be reproduced: each a row with its source and setting, and the constants that all rows share. Pure data.
+
+The system is RLBoost (arXiv 2510.19225); its code is PolyRL (github.com/Terra-Flux/PolyRL). `benchmarks/published.py` simulates each
+row and prints it against the published value. What the scripts fix is taken from them. What nobody published (lengths, training
+efficiency, an engine's step beside the GPU's, toggles) is in `STACK`, one set for all rows; it was chosen by the rows marked
+`calibrates`, and the others are reported as they come out. Knows nothing of policies' code: a row names its policy and switches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+
+from scavenger.simulate import presets
+from scavenger.simulate.decode import EngineSpec
+from scavenger.simulate.lengths import Lognormal
+from scavenger.simulate.trainer_model import TrainerSpec
+
+# PolyRL REPRODUCE.md: 8 x H100 reserved $83.79 an hour, 8 spot ones $21.28: a pair $5.32.
+RESERVED_PRICE_PER_8_H = 83.79
+SPOT_PRICE_PER_PAIR_H = 5.32
+GBPS = 1e9 / 8
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """What is the same in all rows: taken from the scripts, calibrated, or assumed, as the comments say."""
+
+    # examples/scripts/run_sync_grpo8b_default.sh, run_async_grpo8b_pipeline.sh, launch_sglang_8b.sh
+    prompts: int = 128
+    samples_per_prompt: int = 8
+    cap: int = 14_336
+    engine_gpus: int = 2
+    memory_share: float = 0.6
+    max_sequences: int = 256
+    token_budget: int = 16_384
+    min_stream_samples: int = 16
+    pending: int = 64  # Theta and B of the paper, which gives no figure: assumed
+    forwards: int = 2  # old log-probabilities, and the reference for the KL loss
+    recompute: bool = True  # enable_gradient_checkpointing
+    offload_optimizer: bool = True
+    # the issue's setting: spot pairs at 50 Gbps, the trainer's front end at 200 Gbps
+    engine_bytes_s: float = 50 * GBPS
+    trainer_bytes_s: float = 200 * GBPS
+    # calibrated, together, on the rows that say so
+    training_compute: float = 0.6  # of the peak, over all passes, recomputing included
+    engine_overhead_s: float = 5e-3  # a decode step's time beside the GPU's: scheduling and streaming, tensor parallel over processes
+    mean_tokens: float = 9500.0
+    # assumed
+    sigma: float = 0.6
+    correlation: float = 0.5
+    prompt_tokens: int = 180  # of at most 512
+    micro_step_overhead_s: float = 0.3
+    link_bytes_s: float = 400e9  # gathers over NVLink
+    link_bytes_s_many_nodes: float = 50e9  # a 400 Gbps interface a GPU
+    sleep_s: float = 2.0
+    wake_s: float = 3.0
+    hash_bytes_s: float = 2e9
+
+
+STACK = Stack()
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A model on so many reserved H100, with `pairs` of spot ones that stay, or those of a spot trace's segments."""
+
+    model: str = "Qwen3-8B"
+    reserved_gpus: int = 8
+    pairs: int = 0
+    spot_segments: bool = False
+
+    def engine(self, stack: Stack = STACK) -> EngineSpec:
+        """Reserved and spot engines are alike: the scripts give both the same share of memory, the state is offloaded while they run."""
+        efficiency = replace(presets.VLLM_H100, memory_share=stack.memory_share, overhead_s=stack.engine_overhead_s)
+        spec = presets.engine(self.model, "H100", stack.engine_gpus, efficiency)
+        return replace(spec, max_sequences=stack.max_sequences)
+
+    def trainer(self, stack: Stack = STACK) -> TrainerSpec:
+        link = stack.link_bytes_s if self.reserved_gpus <= 8 else stack.link_bytes_s_many_nodes
+        return TrainerSpec(
+            presets.model(self.model),
+            presets.H100,
+            ranks=self.reserved_gpus,
+            compute=stack.training_compute,
+            link_bytes_s=link,
+            nic_bytes_s=stack.trainer_bytes_s,
+            overhead_s=stack.micro_step_overhead_s,
+            recompute=stack.recompute,
+            forwards=stack.forwards,
+            sleep_s=stack.sleep_s,
+            wake_s=stack.wake_s,
+            hash_bytes_s=stack.hash_bytes_s,
+        )
+
+    def lengths(self, stack: Stack = STACK) -> Lognormal:
+        return Lognormal.with_mean(stack.mean_tokens, stack.sigma, stack.cap, stack.correlation)
+
+    def dollars_per_hour(self, mean_pairs: float) -> float:
+        return self.reserved_gpus / 8 * RESERVED_PRICE_PER_8_H + mean_pairs * SPOT_PRICE_PER_PAIR_H
+
+
+class Quantity(Enum):
+    """What a row publishes. All but the first compare `policy` with `against` in the same setting."""
+
+    TOKENS_PER_S = "tok/s"  # prompts and answers, over the whole step: veRL's perf/throughput times GPUs
+    SPEED_UP = "times the throughput"
+    CHANGE = "change of throughput"
+    TOKENS_PER_DOLLAR = "change of tokens per dollar"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One published point. `switches`: what the policy is run without or with. `calibrates`: `STACK` was chosen with it."""
+
+    name: str
+    setting: Setting
+    policy: str
+    quantity: Quantity
+    value: float
+    source: str
+    switches: Mapping[str, bool]
+    against: str = ""
+    calibrates: bool = False
+
+    def error(self, simulated: float) -> float:
+        """Relative; of changes, the difference of the factors (1.34 against 1.20: -10 %)."""
+        if self.quantity in (Quantity.CHANGE, Quantity.TOKENS_PER_DOLLAR):
+            return (1 + simulated) / (1 + self.value) - 1
+        return simulated / self.value - 1
+
+
+_README = "PolyRL REPRODUCE.md"
+_PAPER = "arXiv 2510.19225, evaluation"
+_PAIRS = ((1, 12_000.0), (2, 14_000.0), (3, 16_000.0), (4, 18_000.0))
+_SPOT = (
+    (Setting("Qwen3-8B", 8, spot_segments=True), 1.66, 0.34),
+    (Setting("Qwen3-14B", 8, spot_segments=True), 1.97, 0.49),
+    (Setting("Qwen3-32B", 16, spot_segments=True), 1.51, 0.28),
+)
+
+
+def _rows() -> tuple[Row, ...]:
+    rows = [Row("colocated", Setting(), "colocated", Quantity.TOKENS_PER_S, 10_000.0, _README, {}, calibrates=True)]
+    for pairs, value in _PAIRS:
+        name = f"rlboost, {pairs} pair{'s' if pairs > 1 else ''}"
+        setting = Setting(pairs=pairs)
+        rows.append(Row(name, setting, "rlboost", Quantity.TOKENS_PER_S, value, _README, {}, calibrates=pairs in (1, 4)))
+    for setting, factor, _ in _SPOT:
+        rows.append(Row(f"rlboost, {setting.model}, spot", setting, "rlboost", Quantity.SPEED_UP, factor, _PAPER, {}, "colocated"))
+    base = _SPOT[0][0]
+    rows.append(Row("rlboost without seeding", base, "rlboost", Quantity.CHANGE, -0.19, _PAPER, {"seeding": False}, "rlboost"))
+    rows.append(Row("rlboost with the memo", base, "rlboost", Quantity.CHANGE, 0.06, _PAPER, {"memo": True}, "rlboost without memo"))
+    for setting, _, gain in _SPOT:
+        name = f"rlboost, {setting.model}, per dollar"
+        rows.append(Row(name, setting, "rlboost", Quantity.TOKENS_PER_DOLLAR, gain, _PAPER, {}, "colocated"))
+    return tuple(rows)
+
+
+ROWS = _rows()

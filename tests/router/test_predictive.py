@@ -1,0 +1,234 @@
+"""The predicting policy as a whole, on a small site in virtual time, with nothing but a daemon's knowledge; and by hand."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from scavenger.router import policy as seam
+from scavenger.router.policy import PlainView, RouterPolicy, SampleView, Standard, StepView, WorkerView
+from scavenger.router.predictive import PAUSE_S, Predictive, Settings
+from scavenger.simulate import presets
+from tests.router.small_site import SmallSite, Trainer
+from tests.router.test_forecast import CAP, drawn
+
+SPEC = presets.engine("Qwen3-8B", "H100")
+TRAINER = Trainer(token_s=8e-5, round_groups=2)
+
+
+def steps(count: int, groups: int = 16, seed: int = 0) -> list[list[list[int]]]:
+    rng = random.Random(seed)
+    return [drawn(rng, groups) for _ in range(count)]
+
+
+def site(policy: RouterPolicy, reserved: int = 2, harvested: int = 3) -> SmallSite:
+    return SmallSite(policy, SPEC, reserved, harvested, TRAINER, CAP)
+
+
+def seconds(policy: RouterPolicy, played: list[list[list[int]]], window_s: float = math.inf, harvested: int = 3) -> float:
+    """Of all steps but the first, in which nothing is known yet."""
+    where = site(policy, harvested=harvested)
+    return sum([where.play(groups, window_s).seconds for groups in played][1:])
+
+
+def test_it_is_a_router_policy() -> None:
+    policy: RouterPolicy = Predictive("r")
+    assert policy.every_s > 0
+    assert Predictive("r", Settings(rebalance=False, tails=False)).every_s == math.inf
+
+
+@pytest.mark.parametrize("harvested", [1, 3, 6])
+def test_steps_are_nearly_as_short_as_with_the_best_fixed_window_known_afterwards(harvested: int) -> None:
+    played = steps(4, seed=harvested)
+    best = min(seconds(Standard(), played, window_s, harvested) for window_s in (0.0, 15.0, 30.0, 45.0, 60.0, 90.0, math.inf))
+    assert seconds(Predictive("r"), played, harvested=harvested) <= 1.06 * best
+
+
+def test_steps_are_shorter_than_with_all_generation_first() -> None:
+    played = steps(3)
+    assert seconds(Predictive("r"), played) < 0.85 * seconds(Standard(), played)
+
+
+def test_without_harvested_engines_it_generates_to_the_end_and_then_trains() -> None:
+    where = site(Predictive("r"), harvested=0)
+    plain = site(Standard(), harvested=0)
+    for groups in steps(2):
+        result, other = where.play(groups), plain.play(groups)
+        assert result.seconds <= 1.1 * other.seconds
+        assert result.window_s > 0.5 * result.seconds
+
+
+def test_when_the_harvested_engines_vanish_the_reserved_ones_wake_and_finish_the_step() -> None:
+    first, second = steps(2)
+    calm, hit = site(Predictive("r")), site(Predictive("r"))
+    calm.play(first)
+    hit.play(first)
+    usual = calm.play(second)
+    gone = usual.window_s + 8.0  # reserved engines sleep by then, and train
+    result = hit.play(second, events=((gone, -1), (gone, -1), (gone + 1, -1)))
+    assert result.window_s > usual.window_s
+    assert any("generating again" in reason for reason in result.reasons)
+
+
+def test_engines_that_join_within_a_step_are_used() -> None:
+    first, second = steps(2, seed=4)
+    few, more = site(Predictive("r"), harvested=1), site(Predictive("r"), harvested=1)
+    few.play(first)
+    more.play(first)
+    assert more.play(second, events=((5.0, 1), (5.0, 1), (6.0, 1))).seconds < 0.95 * few.play(second).seconds
+
+
+def test_losses_and_arrivals_at_any_time_lose_no_token() -> None:
+    rng = random.Random(5)
+    where = site(Predictive("r"), harvested=3)
+    for groups in steps(3, groups=8, seed=5):
+        times = sorted(rng.uniform(0, 60) for _ in range(6))
+        result = where.play(groups, events=tuple(zip(times, (-1, 1, -1, 1, -1, 1), strict=True)))
+        assert result.tokens == sum(sum(group) for group in groups)
+
+
+@pytest.mark.parametrize("off", ["window", "placement", "rebalance", "tails"])
+def test_each_controller_can_be_switched_off(off: str) -> None:
+    where = site(Predictive("r", Settings(**{off: False})), harvested=2)
+    result = where.play(steps(1, groups=4)[0], window_s=20.0)
+    assert result.seconds > 0
+    if off == "window":
+        assert result.window_s == pytest.approx(20.0, abs=1.0)
+
+
+def test_equal_facts_give_equal_decisions() -> None:
+    outcomes = []
+    for _ in range(2):
+        where = site(Predictive("r"))
+        outcomes.append([where.play(groups) for groups in steps(2, groups=8)])
+    assert outcomes[0] == outcomes[1]
+
+
+# ---------------------------------------------------------------- by hand
+
+
+def sample(i: int, group: int, **more: object) -> SampleView:
+    return SampleView(**{"id": i, "group_id": group, "index": i % 4, "prompt_tokens": 100, "cap": 1000} | more)  # type: ignore[arg-type]
+
+
+def worker(i: int, kind: str = "harvested", leases: int = 0, **more: object) -> WorkerView:
+    base = {"id": i, "kind": kind, "node": f"n{i}", "gpus": 1, "status": "ready", "serves": True, "leases": leases, "max_batch": 4}
+    return WorkerView(**base | more)  # type: ignore[arg-type]
+
+
+def test_a_window_is_solved_again_only_when_something_changed_or_it_is_time() -> None:
+    policy = Predictive("r")
+    view = PlainView(
+        step=StepView(step=1, samples=8, groups=2), samples=[sample(i, i // 4, worker_id=1 + i % 2) for i in range(8)],
+        workers=[worker(1, "reserved", 4), worker(2, leases=4)],
+    )  # fmt: skip
+    policy.observe(seam.StepSubmitted(1, "train", 8, 2), 0.0)
+    first = policy.window(view, 0.0)
+    assert first is not None
+    assert policy.window(view, 0.9) is first
+    policy.observe(seam.WorkerLost(2, "harvested", "n2", 1, 10.0, True, "preempted"), 1.5)
+    soon = policy.window(view, 1.5)
+    assert soon is not None
+    assert (soon.reason, soon.again_at) == (first.reason, PAUSE_S)
+    alone = PlainView(step=view.step, samples=view.samples, workers=view.workers[:1])
+    again = policy.window(alone, PAUSE_S)
+    assert again is not None
+    assert again is not first
+    assert not again.close
+    assert "0 harvested" in again.reason
+    late = policy.window(alone, again.again_at)
+    assert late is not again
+
+
+def test_a_window_is_nobodys_without_reserved_engines_and_closed_when_all_is_done() -> None:
+    done = PlainView(step=StepView(step=1, samples=4, finished=4, groups=1), workers=[worker(1, "reserved")])
+    decision = Predictive("r").window(done, 0.0)
+    assert decision is not None
+    assert decision.close
+    assert Predictive("r").window(PlainView(step=StepView(step=1, samples=4, groups=1), workers=[worker(1)]), 0.0) is None
+    assert Predictive("r", Settings(window=False)).window(done, 0.0) is None
+
+
+def test_a_full_fleet_costs_no_look_at_the_samples() -> None:
+    class Unread(PlainView):
+        @property
+        def samples(self):  # type: ignore[no-untyped-def, override]
+            raise AssertionError("nobody has room: the samples need not be looked at")
+
+    view = Unread.__new__(Unread)
+    object.__setattr__(view, "workers", [worker(1, leases=4)])
+    assert Predictive("r").place(view, 0.0) == ()
+
+
+def test_a_ranking_serves_the_next_free_slots() -> None:
+    policy = Predictive("r")
+    queued = [sample(i, i // 4) for i in range(12)]
+    view = PlainView(step=StepView(step=1, samples=12, groups=3), samples=queued, queued=queued, workers=[worker(1), worker(2)])
+    first = policy.place(view, 0.0)
+    assert len(first) == 8
+    assert all(p.reason for p in first)
+    left = [s for s in queued if s.id not in {p.sample_id for p in first}]
+    later = PlainView(step=view.step, samples=queued, queued=left, workers=[worker(1, leases=3), worker(2, leases=4)])
+    (second,) = policy.place(later, 1.0)
+    assert second.worker_id == 1
+    assert "next in the ranking" in second.reason
+
+
+def test_only_a_worker_that_cannot_be_asked_back_gets_a_bounded_lease() -> None:
+    def bound(yields: bool) -> int | None:
+        policy = Predictive("r")
+        for _ in range(20):  # engines on which prefill is cheap: a slow decode
+            policy.observe(seam.EngineProgress(1, "harvested", "n1", 1, 1, 500.0, 100, 100.0), 0.0)
+        queued = [sample(1, 0, cap=100_000)]
+        workers = [worker(1, yields=yields), worker(2, yields=yields)]
+        view = PlainView(step=StepView(step=1, samples=1, groups=1), samples=queued, queued=queued, workers=workers)
+        return policy.place(view, 1.0)[0].most_tokens
+
+    assert bound(True) is None
+    assert (bound(False) or 0) > 0
+
+
+def test_samples_wait_for_engines_that_are_about_to_be_ready_rather_than_crowd_the_first() -> None:
+    def placed(status: str) -> int:
+        queued = [sample(i, i // 4) for i in range(32)]
+        workers = [worker(1, max_batch=64), *(worker(i, max_batch=64, serves=False, status=status) for i in range(2, 5))]
+        view = PlainView(step=StepView(step=1, samples=32, groups=8, submitted_at=1.0), samples=queued, queued=queued, workers=workers)
+        return len(Predictive("r").place(view, 2.0))
+
+    assert placed("loading") == 8
+    assert placed("asleep") == 32
+
+
+def test_engines_are_asked_for_by_what_they_save_and_the_reason_says_so() -> None:
+    policy = Predictive("r")
+    where = site(policy, harvested=2)
+    for groups in steps(2):
+        where.play(groups)
+    engines, reason = policy.engines(where.view(), where.now)
+    assert 1 <= engines <= 64
+    assert "saves" in reason
+    assert "waits" in reason
+    few = PlainView(step=where.view().step, samples=where.view().samples, workers=where.view().workers, max_engines=1)
+    assert policy.engines(few, where.now)[0] <= 1
+
+
+def test_an_evaluation_changes_neither_the_window_nor_the_fleet_nor_what_is_known_of_lengths() -> None:
+    policy = Predictive("r")
+    where = site(policy, harvested=2)
+    where.play(steps(1)[0])
+    asked, lengths = policy.engines(where.view(), where.now), policy.forecast.lengths
+    assert lengths is not None
+    seen = lengths.seen
+    policy.observe(seam.StepSubmitted(1, "eval", 2, 2), where.now)
+    policy.observe(seam.SampleFinished(900, 900, 1, 5, 100, False, 1, "reserved", "n1"), where.now)
+    view = PlainView(step=StepView(step=1, purpose="eval", samples=2, groups=2), workers=[worker(1, "reserved")])
+    assert policy.window(view, where.now) is None
+    assert policy.engines(view, where.now) == asked
+    assert lengths.seen == seen
+
+
+def test_before_it_knows_anything_it_asks_for_what_the_standard_does() -> None:
+    view = PlainView(step=StepView(step=1, samples=64, groups=8), workers=[worker(1, "reserved")])
+    assert Predictive("r").engines(view, 0.0) == Standard().engines(view, 0.0)

@@ -1,0 +1,184 @@
+"""The predicted window against a small step that is played token by token, and against what must hold of any prediction."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scavenger.router.forecast_speed import Curve
+from scavenger.router.forecast_step import NEVER, Costs, Outstanding, Pool, Situation
+from scavenger.router.window import ALIKE, predict, size_fleet, solve
+
+LINE = Curve(0.02, 2e-3, 1e-6)
+COSTS = Costs(prefill_s=2e-4, train_s=2e-3, round_s=0.05, round_groups=2, sleep_s=0.5, wake_s=0.5, finish_s=1.0)
+
+
+def situation(seed: int = 1, groups: int = 8, each: int = 4, reserved: int = 3, harvested: int = 2, sigma: float = 0.7) -> Situation:
+    rng = random.Random(seed)
+    samples = []
+    for group in range(groups):
+        shared = rng.gauss(0, 1)
+        for _ in range(each):
+            rest = min(600, max(2, round(math.exp(4.6 + sigma * (0.7 * shared + 0.7 * rng.gauss(0, 1))))))
+            samples.append(Outstanding(20, rest, group))
+    return Situation(Pool(LINE, reserved, 64), Pool(LINE, harvested, 64), COSTS, tuple(samples))
+
+
+def played(at: Situation, window_s: float) -> float:
+    """The step, token by token: before each token samples are spread evenly over the engines that are awake; rounds of whole groups."""
+    assert at.reserved.curve == at.harvested.curve
+    left = [[sample.have, sample.rest, sample.group] for sample in at.samples]
+    tokens = {g: sum(s.have + s.rest for s in at.samples if s.group == g) for g in {s.group for s in at.samples}}
+    t, shut, whole = 0.0, False, []
+    while left:
+        if not shut and t >= window_s:
+            shut = True
+            share = at.reserved.engines / (at.reserved.engines + at.harvested.engines)
+            t += sum(have for have, _, _ in left) * share * at.costs.prefill_s / at.harvested.engines
+        engines = at.harvested.engines + (0 if shut else at.reserved.engines)
+        batch = len(left) / engines
+        base = at.harvested.curve.base
+        t += base + at.harvested.curve.per_sample * batch + at.harvested.curve.per_token * sum(have for have, _, _ in left) / engines
+        before = {group for _, _, group in left}
+        left = [[have + 1, rest - 1, group] for have, rest, group in left if rest > 1]
+        whole += [(t, tokens[group]) for group in before - {group for _, _, group in left}]
+    now = min(t, window_s) + at.costs.sleep_s
+    ready: list[float] = []
+    while whole or ready:
+        while whole and whole[0][0] <= now:
+            ready.append(whole.pop(0)[1])
+        if ready and (len(ready) >= at.costs.round_groups or not whole):
+            now += at.costs.round_s + at.costs.train_s * sum(ready)
+            ready = []
+        else:
+            now = max(now, whole[0][0])
+    return max(now, t) + at.costs.finish_s
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_prediction_is_what_playing_the_step_takes(seed: int) -> None:
+    at = situation(seed)
+    end = predict(at, NEVER)
+    for window in (0.0, end / 8, end / 4, end / 2, NEVER):
+        assert predict(at, window) == pytest.approx(played(at, window), rel=0.05), window
+
+
+@pytest.mark.parametrize(("seed", "harvested"), [(1, 1), (2, 2), (3, 4), (4, 8), (5, 2), (6, 3)])
+def test_the_window_is_as_good_as_the_best_of_a_fine_grid_when_played(seed: int, harvested: int) -> None:
+    at = situation(seed, groups=24, harvested=harvested)
+    plan = solve(at)
+    end = predict(at, NEVER)
+    best = min(played(at, end * i / 40) for i in range(41))
+    mine = played(at, plan.close_after_s)
+    assert mine <= 1.04 * best
+    assert str(round(plan.step_s, 1)) in plan.reason
+
+
+def test_without_harvested_engines_everything_is_generated_first() -> None:
+    at = situation(harvested=0)
+    plan = solve(at)
+    assert plan.awake
+    assert plan.close_after_s == NEVER
+    assert plan.now_s == NEVER
+    assert plan.step_s < NEVER
+
+
+def test_with_a_great_fleet_reserved_engines_train_at_once() -> None:
+    at = situation(harvested=200)
+    at = replace(at, costs=replace(COSTS, train_s=2e-2))
+    plan = solve(at)
+    assert not plan.awake
+    assert plan.close_after_s == 0.0
+
+
+def test_engines_that_are_on_their_way_are_reckoned_with() -> None:
+    nobody = situation(harvested=0)
+    coming = replace(nobody, arrivals=((1.0, 4.0),))
+    late = replace(nobody, arrivals=((1e6, 4.0),))
+    assert solve(coming).step_s < solve(nobody).step_s
+    assert solve(coming).close_after_s < NEVER
+    assert solve(late).step_s == pytest.approx(solve(nobody).step_s)
+
+
+def test_reserved_engines_wake_when_the_harvested_ones_vanish() -> None:
+    asleep = replace(situation(harvested=0), awake=False)
+    plan = solve(asleep)
+    assert plan.awake
+    assert plan.now_s == NEVER
+
+
+def test_waking_for_the_last_samples_does_not_pay_its_toggle() -> None:
+    few = situation(groups=1, each=2, harvested=4)
+    asleep = replace(few, awake=False, costs=replace(COSTS, wake_s=5.0), ready_groups=1, ready_tokens=500.0)
+    plan = solve(asleep)
+    assert not plan.awake
+    assert "training on" in plan.reason
+
+
+def test_before_any_sample_is_done_waking_needs_no_margin() -> None:
+    """The trainer has nothing to do yet: the toggle interrupts nothing."""
+    at = situation(groups=16, reserved=1, harvested=8)
+    for wake_s in (0.0, 0.5, 1.0, 2.0, 4.0, 8.0):
+        asleep = replace(at, awake=False, costs=replace(COSTS, wake_s=wake_s))
+        plan = solve(asleep)
+        assert plan.awake == (plan.step_s < plan.now_s)
+        assert plan.step_s <= plan.now_s
+
+
+def test_waking_pays_when_most_is_left_to_few() -> None:
+    asleep = replace(situation(groups=16, reserved=8, harvested=1), awake=False)
+    plan = solve(asleep)
+    assert plan.awake
+    assert plan.step_s < 0.95 * plan.now_s
+
+
+def test_losing_engines_lengthens_the_step() -> None:
+    steady = situation()
+    assert predict(replace(steady, loss_per_s=1 / 20), 0.0) > 1.05 * predict(steady, 0.0)
+
+
+def test_a_step_with_nothing_left_takes_its_finish() -> None:
+    empty = replace(situation(), samples=())
+    plan = solve(empty)
+    assert not plan.awake
+    assert plan.step_s == pytest.approx(COSTS.sleep_s + COSTS.finish_s)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    groups=st.integers(1, 12),
+    reserved=st.integers(0, 6),
+    harvested=st.integers(0, 12),
+    awake=st.booleans(),
+)
+def test_a_plan_is_never_worse_than_either_extreme(seed: int, groups: int, reserved: int, harvested: int, awake: bool) -> None:
+    at = replace(situation(seed, groups, 3, reserved, harvested), awake=awake)
+    plan = solve(at)
+    if reserved + harvested == 0:
+        assert plan.step_s == NEVER
+        return
+    if awake:
+        extremes = min(predict(at, 0.0), predict(at, NEVER))
+        assert plan.step_s <= extremes * (1 + ALIKE) + 1e-9
+    if reserved:
+        assert plan.step_s < NEVER
+    assert solve(at) == plan
+
+
+def test_the_fleet_grows_to_where_an_engine_saves_too_little_and_no_further() -> None:
+    alone = situation(groups=16, each=8, reserved=4, harvested=0)
+    size = size_fleet(alone, most=64, least_saving=0.01)
+    with_ = {n: solve(replace(alone, harvested=replace(alone.harvested, engines=float(n)))).step_s for n in range(size.engines + 9)}
+    assert 2 <= size.engines < 64
+    assert size.step_s == with_[size.engines]
+    more = 1 - (with_[size.engines + 8] / with_[size.engines]) ** (1 / 8)
+    assert more < 0.012
+    assert size_fleet(alone, most=64, least_saving=0.03).engines < size.engines
+    assert size_fleet(alone, most=3, least_saving=0.01).engines <= 3
+    assert size_fleet(alone, most=0, least_saving=0.01).engines == 0

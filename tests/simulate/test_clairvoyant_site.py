@@ -1,0 +1,106 @@
+"""On a simulated site: the clairvoyant policy reads the true lengths, and no contender's step is shorter than the bound."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from scavenger.router.policy import SampleView, WorkerView
+from scavenger.simulate import presets
+from scavenger.simulate.clairvoyant import Clairvoyant
+from scavenger.simulate.clairvoyant_site import SiteTruth, clairvoyant
+from scavenger.simulate.contender import Contender
+from scavenger.simulate.driver import simulate
+from scavenger.simulate.engine import Streams
+from scavenger.simulate.fleet import Change, Fleet
+from scavenger.simulate.lengths import Lognormal
+from scavenger.simulate.oracle import Engine, Group, Step, bound
+from scavenger.simulate.policies.colocated import COLOCATED
+from scavenger.simulate.policies.disaggregated import DISAGGREGATED
+from scavenger.simulate.policies.rlboost import RLBOOST
+from scavenger.simulate.scenario import Scenario
+from scavenger.simulate.trainer_model import TrainerSpec, publish_s, to_generating_s, to_training_s
+
+H100 = presets.engine("Qwen3-8B", "H100")
+TRAINER = TrainerSpec(H100.model, H100.gpu, 4, 0.4, 4e11, 25e9, overhead_s=0.2, sleep_s=1.0, wake_s=2.0, hash_bytes_s=4e9)
+
+
+def site(engines: int, changes: tuple[Change, ...] = (), seed: int = 0) -> Scenario:
+    capacity = {f"n{index}": 1 for index in range(max(1, engines))}
+    fleet = Fleet("test", 1e6, capacity, {name: int(engines > 0) for name in capacity}, changes)
+    lengths = Lognormal.with_mean(1500, 0.8, 6000, 0.5)
+    return Scenario(H100, 4, H100, TRAINER, lengths, fleet, prompts=24, samples=8, prompt_tokens=200, steps=4, seed=seed, max_engines=8)
+
+
+def contenders(scenario: Scenario) -> list[Contender]:
+    return [COLOCATED, DISAGGREGATED, RLBOOST, clairvoyant(scenario)]
+
+
+def bound_of(scenario: Scenario, step: int) -> float:
+    """With every harvested engine there from the first moment to the last, and reserved ones awake: not more than any step takes."""
+    groups = tuple(
+        Group(scenario.prompt_tokens, scenario.lengths.group(Streams(scenario.seed), step, prompt, scenario.samples))
+        for prompt in range(scenario.prompts)
+    )
+    trainer = scenario.trainer
+    engines = [Engine(scenario.reserved, reserved=True)] * scenario.reserved_engines
+    engines += [Engine(scenario.harvested)] * sum(scenario.fleet.initial.values())
+    toggles = to_training_s(trainer, scenario.offload), to_generating_s(trainer, scenario.offload, scenario.reserved.gpus)
+    # asleep: reserved engines wake within the step, and need not if they never generate
+    step_ = Step(groups, tuple(engines), trainer, scenario.round_tokens, *toggles, awake=False, publish_s=publish_s(trainer))
+    return bound(step_).total_s
+
+
+@pytest.mark.parametrize("engines", [0, 2, 6])
+def test_no_contenders_step_is_shorter_than_the_bound(engines: int, capsys: pytest.CaptureFixture[str]) -> None:
+    scenario = site(engines)
+    speeds = {}
+    for contender in contenders(scenario):
+        if contender is DISAGGREGATED and not engines:
+            continue
+        out = simulate(scenario, contender)
+        for step in out.steps:
+            assert step.seconds >= bound_of(scenario, step.step), (contender.name, step)
+        late = out.steps[1:]  # the first waits for engines that start
+        speeds[contender.name] = sum(s.seconds for s in late) / sum(bound_of(scenario, s.step) for s in late)
+    with capsys.disabled():
+        print(f"\n{engines} engines, steps over the bound: " + ", ".join(f"{name} {ratio:.2f}" for name, ratio in speeds.items()))
+    assert speeds["clairvoyant"] <= min(speeds.values()) * 1.02
+
+
+def test_the_truth_is_what_the_engines_generate() -> None:
+    scenario = site(2)
+    groups: set[int] = set()
+
+    class Spy(SiteTruth):
+        def length(self, sample: SampleView) -> int:
+            groups.add(sample.group_id)
+            known = super().length(sample)
+            assert sample.length <= known
+            assert not sample.done or sample.length == known
+            return known
+
+    out = simulate(scenario, replace(clairvoyant(scenario), new_policy=lambda: Clairvoyant(Spy(scenario))))
+    assert {1, scenario.prompts, 2 * scenario.prompts, 4 * scenario.prompts} <= groups
+    truth = SiteTruth(scenario)
+    for step in out.steps:
+        ids = range((step.step - 1) * scenario.prompts + 1, step.step * scenario.prompts + 1)
+        samples = [
+            SampleView(id=0, group_id=group, index=index, prompt_tokens=200, cap=6000) for group in ids for index in range(scenario.samples)
+        ]
+        assert step.tokens == sum(map(truth.length, samples))
+
+
+def test_a_loss_is_known_beforehand() -> None:
+    changes = (Change(500.0, "n0", -1, 0), Change(800.0, "n0", 1, 1))
+    truth = SiteTruth(site(2, changes))
+
+    def worker(node: str, joined_at: float, kind: str = "harvested") -> WorkerView:
+        return WorkerView(id=1, kind=kind, node=node, gpus=1, status="ready", serves=True, leases=0, max_batch=64, joined_at=joined_at)
+
+    assert truth.lost_at(worker("n0", 10.0)) == 500.0
+    assert math.isinf(truth.lost_at(worker("n0", 900.0)))
+    assert math.isinf(truth.lost_at(worker("n1", 10.0)))
+    assert math.isinf(truth.lost_at(worker("n0", 10.0, "reserved")))
