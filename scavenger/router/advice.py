@@ -49,6 +49,7 @@ def placements(core: Core, run: Run) -> list[Placement]:
 def place_queued(core: Core, run: Run) -> None:
     """Lease queued samples as the policy says. A lease is sent once it is durable."""
     answers = placements(core, run)
+    run.queue.discard_all([core.samples[answer.sample_id] for answer in answers])
     batches: dict[int, list[Placement]] = {}
     for answer in answers:
         batches.setdefault(answer.worker_id, []).append(answer)
@@ -133,6 +134,7 @@ def give(core: Core, worker_id: int, sample_id: int) -> None:
     if worker is None or sample.id not in run.queue or run.stopped or run.ended:
         return
     if sm.servable(worker, sample.group.version) and len(worker.leases) < run.engine.max_batch:
+        run.queue.discard(sample)
         sm.lease(core, worker, [(sample, 0)])
 
 

@@ -173,8 +173,7 @@ def _tell_finished(core: Core, sample: Sample) -> None:
 
 
 def _end_lease(core: Core, sample: Sample, reason: str, regenerated: int) -> None:
-    worker, run, version = core.workers.get(sample.worker_id), sample.group.run, sample.lease_version
-    leased = run.leased
+    worker, leased, version = core.workers.get(sample.worker_id), sample.group.run.leased, sample.lease_version
     left = leased[version] - 1
     if left:
         leased[version] = left
@@ -186,7 +185,7 @@ def _end_lease(core: Core, sample: Sample, reason: str, regenerated: int) -> Non
         worker.changed = True
         if not worker.leases:
             worker.idle_since = core.now
-            run.idled.append(worker)
+            sample.group.run.idled.append(worker)
     core.record_end(rec.LeaseEnded(sample.id, sample.epoch, reason, sample.accepted, regenerated, core.now))
     sample.worker_id = 0
 
@@ -328,8 +327,7 @@ def servable(worker: Worker, version: int) -> bool:
 
 
 def lease(core: Core, worker: Worker, samples: Sequence[tuple[Sample, int]]) -> None:
-    """Lease (sample, most new tokens or 0) pairs to a worker. It is sent once it is durable."""
-    worker.run.queue.discard_all([sample for sample, _ in samples])
+    """Lease (sample, most new tokens or 0) pairs, taken out of the queue before, to a worker. It is sent once it is durable."""
     leases = [_grant(core, sample, worker, most_tokens) for sample, most_tokens in samples]
     for part in _in_messages(leases):
         core.send_filled(worker.conn, Assign(tuple(x for x, _ in part)), tuple(n for _, n in part))
