@@ -12,7 +12,8 @@ import pytest
 
 from scavenger.router.policy import PlainView, SampleView, StepView, WorkerView
 from scavenger.simulate import presets
-from scavenger.simulate.clairvoyant import Clairvoyant, Coming, Job, Line, Supply, in_turn, line, step_s, together
+from scavenger.simulate.clairvoyant import Clairvoyant, Coming
+from scavenger.simulate.clairvoyant_model import Job, Line, Supply, in_turn, line, step_s, together
 from scavenger.simulate.decode import EngineSpec
 from scavenger.simulate.oracle import Engine, Group, Step, bound
 from scavenger.simulate.published import STACK, Setting
