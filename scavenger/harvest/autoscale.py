@@ -48,7 +48,8 @@ def step_ended(state: State, wait_share: float, useful: int, rules: Rules) -> St
     """The target after a step in which the trainer waited for `wait_share` of it, when up to `useful` engines shorten the next.
 
     Growth aims where the wait vanishes: with n engines and a share w waited, n / (1 - w) do the same work in the time that was not
-    waited; at least one more. More than is useful is never asked for, and what became useless leaves by `shrink` at a time.
+    waited; at least one more. More than is useful is never grown to; what became useless leaves by `shrink` at a time, and a rest of that
+    share stays: the number that is useful is not known better, and an engine that leaves costs a start to get back.
     """
     if not 0 <= wait_share <= 1 or useful < 0:
         raise ValueError(f"a wait share of {wait_share} with {useful} useful engines")
@@ -58,7 +59,7 @@ def step_ended(state: State, wait_share: float, useful: int, rules: Rules) -> St
         grown = max(state.target + 1, math.ceil(max(1, state.target) / max(1 - wait, 0.05) - 1e-9))
         target = min(useful, grown)
         return State(target, wait, 0, f"{told}: over {rules.high:.0%}, so {target}")
-    idle = wait < rules.low or useful < state.target
+    idle = wait < rules.low or useful < (1 - rules.shrink) * state.target
     low_steps = state.low_steps + 1 if idle else 0
     if idle and low_steps >= rules.patience and state.target > 0:
         least = useful if useful < state.target else 0

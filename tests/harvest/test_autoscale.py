@@ -42,11 +42,18 @@ def test_the_fleet_shrinks_late_and_gently() -> None:
 
 
 def test_what_became_useless_leaves_step_by_step_and_no_further() -> None:
-    state, targets = State(target=10, wait=0.3), []
-    for _ in range(5):
-        state = step_ended(state, 0.1, 8, RULES)
+    state, targets = State(target=40, wait=0.3), []
+    for _ in range(8):
+        state = step_ended(state, 0.1, 25, RULES)
         targets.append(state.target)
-    assert targets == [10, 9, 8, 8, 8]
+    assert targets == [40, 35, 31, 28, 28, 28, 28, 28]
+
+
+def test_a_useful_number_that_wavers_by_less_than_the_share_moves_nothing() -> None:
+    state = State(target=40, wait=0.1)
+    for useful in (40, 36, 41, 35, 44, 36):
+        state = step_ended(state, 0.1, useful, RULES)
+        assert state.target == 40
 
 
 @settings(max_examples=80, deadline=None)
