@@ -16,20 +16,15 @@ import time
 from pathlib import Path
 
 from scavenger.simulate import presets, synthetic, traces
-from scavenger.simulate.contender import Contender
 from scavenger.simulate.driver import simulate
 from scavenger.simulate.engine import Streams
 from scavenger.simulate.fleet import Fleet
 from scavenger.simulate.lengths import Lognormal
 from scavenger.simulate.outcome import Outcome
-from scavenger.simulate.policies.colocated import COLOCATED
-from scavenger.simulate.policies.disaggregated import DISAGGREGATED
-from scavenger.simulate.policies.polyrl import POLYRL
-from scavenger.simulate.policies.rlboost import RLBOOST
+from scavenger.simulate.policies.registry import CONTENDERS
 from scavenger.simulate.scenario import Scenario
 from scavenger.simulate.trainer_model import TrainerSpec
 
-CONTENDERS: dict[str, Contender] = {one.name: one for one in (COLOCATED, DISAGGREGATED, RLBOOST, POLYRL)}
 GOAL_S = 300.0
 
 

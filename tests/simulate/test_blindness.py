@@ -21,6 +21,7 @@ from scavenger.simulate.driver import simulate
 from scavenger.simulate.policies.colocated import COLOCATED
 from scavenger.simulate.policies.disaggregated import DISAGGREGATED
 from scavenger.simulate.policies.mixed import mixed
+from scavenger.simulate.policies.ours import OURS
 from scavenger.simulate.policies.polyrl import PolyRL
 from scavenger.simulate.policies.rlboost import RLBOOST, RLBoost
 from tests.simulate.test_driver import UNEVEN, coming_and_going
@@ -115,7 +116,7 @@ def watched(contender: Contender) -> tuple[Contender, list[Watched]]:
 
 
 SMALL = replace(UNEVEN, prompts=8, steps=2, fleet=coming_and_going(4), max_engines=6)
-SEEN: list[Contender] = [COLOCATED, DISAGGREGATED, RLBOOST, mixed("rlboost window, polyrl placement", PolyRL, RLBoost, RLBoost)]
+SEEN: list[Contender] = [COLOCATED, DISAGGREGATED, RLBOOST, OURS, mixed("rlboost window, polyrl placement", PolyRL, RLBoost, RLBoost)]
 
 
 @pytest.mark.parametrize("contender", SEEN, ids=lambda c: c.name)

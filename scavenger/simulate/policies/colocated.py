@@ -17,10 +17,12 @@ class StaticSplit(Standard):
     def place(self, view: RunView, now: float) -> Sequence[Placement]:
         engines = [worker for worker in view.workers if worker.kind == "reserved"]
         rank = {group: index for index, group in enumerate(sorted({sample.group_id for sample in view.samples}))}
+        free = {worker.id: worker.max_batch - worker.leases for worker in engines if worker.serves}
         found = []
         for sample in view.queued:
             engine = engines[rank[sample.group_id] * len(engines) // len(rank)]
-            if engine.serves:
+            if free.get(engine.id, 0) > 0:
+                free[engine.id] -= 1
                 found.append(Placement(sample.id, engine.id))
         return found
 

@@ -19,6 +19,15 @@ from scavenger.router.policy import (
     WorkerReady,
 )
 
+#: Engines that generate, or will as soon as their weights are there.
+COMING = ("loading", "ready")
+
+
+def even_share(view: RunView) -> int:
+    """`Share` from one view: for who asks seldom."""
+    coming = [worker.warm for worker in view.workers if worker.status in COMING]
+    return -(-(view.step.samples - view.step.finished) // max(1, sum(coming) or len(coming)))
+
 
 class Share:
     """Unfinished samples an engine: over those that generate or load the next weights; over cold ones too while there are no others.

@@ -1,0 +1,32 @@
+"""Ours: the controllers of the live daemon, as they are (`router.predictive`), and each of them without one, for the ablation."""
+
+from __future__ import annotations
+
+import functools
+
+from scavenger.router.policy import RouterPolicy
+from scavenger.router.predictive import Predictive, Settings
+from scavenger.simulate.contender import Contender
+
+_ALL_ON = Settings()
+
+
+def predictive(settings: Settings = _ALL_ON) -> RouterPolicy:
+    return Predictive("run", settings)
+
+
+def ours(settings: Settings = _ALL_ON, name: str = "ours") -> Contender:
+    return Contender(name, functools.partial(predictive, settings))
+
+
+OURS = ours()
+#: One controller switched off each.
+_WITHOUT = {
+    "its window": Settings(window=False),
+    "its placement": Settings(placement=False),
+    "rebalancing": Settings(rebalance=False),
+    "bounded leases": Settings(bounds=False),
+    "merged tails": Settings(tails=False),
+    "its autoscaler": Settings(fleet=False),
+}
+ABLATIONS: dict[str, Contender] = {f"ours without {what}": ours(left, f"ours without {what}") for what, left in _WITHOUT.items()}
