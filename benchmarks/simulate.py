@@ -33,16 +33,17 @@ def scenario(fleet: Fleet) -> Scenario:
     trainer = TrainerSpec(engine.model, engine.gpu, 8, 0.4, 100e9, 25e9, sleep_s=1.0, wake_s=2.0)
     return Scenario(
         engine, 8, engine, trainer, Lognormal.with_mean(4000, 0.9, 14_336, 0.5), fleet, horizon_s=fleet.end_s, max_engines=256,
-        heartbeat_s=15.0, max_batch=64,
+        heartbeat_s=15.0, tick_s=10.0, observe_s=10.0, max_batch=64,
     )  # fmt: skip
 
 
 def told(out: Outcome, fleet: Fleet, wall_s: float) -> str:
-    steps = len(out.steps)
+    steps, whole_s = len(out.steps), wall_s * 72 * 3600 / fleet.end_s
     return (
         f"{out.policy}: {fleet.end_s / 3600:g} h of {fleet.gpus} GPUs ({fleet.origin}), {steps} steps of {out.step_seconds / steps:.0f} s, "
         f"{out.tokens_per_s:,.0f} tok/s, {out.starts} engine starts, {out.preemptions} preemptions\n"
-        f"  {wall_s:.1f} s of CPU, {out.events / wall_s:,.0f} events/s; goal {GOAL_S:.0f} s: {'met' if wall_s <= GOAL_S else 'MISSED'}"
+        f"  {wall_s:.1f} s of CPU, {out.events / wall_s:,.0f} events/s; 72 h at this rate: {whole_s:.0f} s, goal {GOAL_S:.0f} s: "
+        f"{'met' if whole_s <= GOAL_S else 'MISSED'}"
     )
 
 

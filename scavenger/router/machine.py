@@ -33,7 +33,7 @@ from scavenger.router.events import (
 from scavenger.router.payloads import Payloads
 from scavenger.router.policy import NewPolicy
 from scavenger.router.state import Core, Limits, Run, Worker
-from scavenger.wire import Chunks, Heartbeat, Ping, Yielded
+from scavenger.wire import Chunks, Heartbeat, Ping, WeightsLoaded, Yielded
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,8 @@ class Router:
 
     def _ask(self, run: Run, *, fleet: bool, timed: bool) -> None:
         """Moves and the window are asked for when the fleet, the step or the window changed, and when it is time."""
-        sizes = runs.fleet_sizes(run) if fleet or timed else run.sizes
+        sizes = runs.fleet_sizes(run) if fleet or timed or run.recount else run.sizes
+        run.recount = False
         fresh, run.fresh, run.sizes = run.fresh or sizes != run.sizes, False, sizes
         if fresh or timed:
             advice.rebalance(self.core, run, timed=not fresh)
@@ -192,7 +193,7 @@ def _may_change_anything(event: RouterEvent) -> bool:
     """False for the frequent events, whose few consequences mark the run themselves."""
     match event:
         case WorkerSaid(message=message):
-            return not isinstance(message, Chunks | Heartbeat | Yielded)
+            return not isinstance(message, Chunks | Heartbeat | Yielded | WeightsLoaded)
         case TrainerCalled(call=call):
             return not isinstance(call.body, Ping)
     return not isinstance(event, Committed | Tick | Heard)

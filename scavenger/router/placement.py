@@ -33,8 +33,7 @@ class Waiting(NamedTuple):
     avoid: Set[str] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class Slots:
+class Slots(NamedTuple):
     """A worker that may take leases of the version wanted."""
 
     worker_id: int

@@ -408,11 +408,17 @@ def fleet_sizes(run: Run) -> tuple[int, int, int]:
     A harvested worker that still loads does not count: under churn, engines that are taken again before they generate would keep
     reserved ones asleep for nothing.
     """
-    live = _live(run)
-    reserved = [w for w in live if w.kind == "reserved"]
-    harvested = sum(w.kind == "harvested" and w.status is WorkerStatus.READY for w in live)
-    awake = sum(w.status in (WorkerStatus.READY, WorkerStatus.LOADING) for w in reserved)
-    return harvested, awake, len(reserved) - awake
+    harvested = awake = asleep = 0
+    for worker in run.workers.values():
+        if worker.conn is None or worker.suspect or worker.status is WorkerStatus.DRAINING:
+            continue
+        if worker.kind == "harvested":
+            harvested += worker.status is WorkerStatus.READY
+        elif worker.status in (WorkerStatus.READY, WorkerStatus.LOADING):
+            awake += 1
+        else:
+            asleep += 1
+    return harvested, awake, asleep
 
 
 def fleet_of(run: Run) -> Fleet:

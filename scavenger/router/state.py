@@ -192,6 +192,7 @@ class Run:
     takes: dict[tuple[str, int, int], int] = field(default_factory=dict)  # group key -> the next take, where one was superseded
     dirty: bool = True  # something changed that may let a worker load, or a sample be placed
     stirred: bool = True  # the same, but only samples changed, and no worker
+    recount: bool = True  # its fleet's sizes may have changed
     target: int = -1  # version that idle workers were last asked for
     idled: list[Worker] = field(default_factory=list)  # workers whose last lease ended since
     workers: dict[int, Worker] = field(default_factory=dict)

@@ -359,7 +359,7 @@ def _loaded(core: Core, worker: Worker, message: WeightsLoaded, version: int) ->
     first, worker.loaded_version = worker.loads == 0, version
     worker.loads += 1
     worker.load_failures = 0
-    worker.run.dirty = True
+    worker.run.stirred = worker.run.recount = True  # the others' orders stay as they are
     core.event(
         "weights_loaded", worker.run.id, f"worker {worker.id}", f"version {version}", pull_s=message.pull_s, load_s=message.load_s
     )  # fmt: skip
