@@ -22,6 +22,7 @@ import sqlalchemy as sa
 import structlog
 
 from scavenger.errors import Fenced, LedgerError
+from scavenger.ledger import restoring
 from scavenger.ledger.faults import FINAL, REMEDIES, TRANSITIONS, WriterState, classify, explain
 from scavenger.ledger.records import Record
 from scavenger.ledger.statements import weigh
@@ -117,6 +118,8 @@ class Writer:
         except sa.exc.DBAPIError as error:
             state = classify(error)
             raise LedgerError(f"the ledger cannot be taken over: {explain(error)}", REMEDIES.get(state, "")) from error
+        if self._announced.note is not None:  # the history that it asks for is durable now
+            restoring.end(self._announced.note)
         self._state, self._reason = WriterState.OK, ""
         self._thread = threading.Thread(target=self._run, name="ledger-writer", daemon=True)
         self._thread.start()
