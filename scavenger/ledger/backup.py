@@ -27,6 +27,7 @@ import sqlalchemy as sa
 
 from scavenger.errors import LedgerError
 from scavenger.ledger import restoring, store
+from scavenger.ledger.faults import explain, remedy
 from scavenger.ledger.transaction import Announced, begin_history, open_connection
 
 #: 4 MiB of pages, then a pause: the writer's commits come between.
@@ -154,7 +155,8 @@ def mark(url: str, announced: Announced, host: str, now: float, *, floor: int = 
         with open_connection(engine) as connection, connection.begin():
             return int(begin_history(connection, os.getpid(), host, why, now, announced, floor))
     except sa.exc.DBAPIError as error:
-        raise LedgerError(f"the restored ledger cannot be marked: {error.orig}", "run the same command again") from error
+        what = f"{remedy(error)}; then run the same command again"
+        raise LedgerError(f"the restored ledger cannot be marked: {explain(error)}", what) from error
     finally:
         engine.dispose()
 

@@ -24,6 +24,7 @@ from sqlalchemy.pool import NullPool
 
 from scavenger import resources
 from scavenger.errors import LedgerError
+from scavenger.ledger.faults import explain, remedy
 
 #: File systems whose locks and shared memory do not reach from one host to another, as /proc/mounts spells them.
 NETWORK_FILE_SYSTEMS = frozenset(
@@ -213,7 +214,8 @@ def _schema_transaction(url: str) -> Iterator[Config]:
         with engine.connect().execution_options(**{BEGIN: "IMMEDIATE"}) as connection, connection.begin():
             yield _alembic(connection)
     except sa.exc.DBAPIError as error:
-        raise LedgerError(f"the ledger's schema cannot be changed: {error.orig}", "check that the ledger is reachable") from error
+        what = remedy(error, failed="check that the ledger is reachable")
+        raise LedgerError(f"the ledger's schema cannot be changed: {explain(error)}", what) from error
     finally:
         engine.dispose()
 

@@ -167,8 +167,10 @@ def _advance(connection: sa.Connection, generation: Generation, batch: int, now:
     if mine is not None and mine.superseded_at is None:
         raise LedgerError(f"generation {generation} is at batch {mine.batch} of the ledger, not at {batch - 1}", "restart the daemon")
     if mine is None:
-        why = f"this daemon's generation {generation} never was in this ledger, which was restored: {owner} owns it"
-        raise Fenced(why, "stop this daemon")
+        why = f"this daemon's generation {generation} never was in this ledger, which was restored"
+        if newest is None or newest.superseded_at is not None:  # as the restore itself leaves it
+            raise Fenced(f"{why}, and nobody owns it now", "start it again: it goes on with the restored ledger")
+        raise Fenced(f"{why}: {owner} owns it", "stop this daemon")
     raise Fenced(f"this daemon's generation {generation} of the ledger is over: {owner} owns it", "stop this daemon")
 
 

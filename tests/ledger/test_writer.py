@@ -19,8 +19,8 @@ import sqlalchemy as sa
 from structlog.testing import capture_logs
 
 from scavenger.errors import Fenced, LedgerError
+from scavenger.ledger import faults, store, transaction
 from scavenger.ledger import records as r
-from scavenger.ledger import store, transaction
 from scavenger.ledger.faults import FINAL, TRANSITIONS, WriterState, classify
 from scavenger.ledger.reader import rows
 from scavenger.ledger.statements import KINDS
@@ -28,6 +28,7 @@ from scavenger.ledger.store import open_engine, upgrade
 from scavenger.ledger.writer import Backoff, Writer
 from tests.ledger.conftest import new_database
 from tests.ledger.examples import everything, witness, written
+from tests.ledger.test_roles import DAEMON, made_site
 
 REMAINING_S = 30.0
 
@@ -588,6 +589,30 @@ def test_whether_a_batch_is_one_statement_is_decided_by_its_rows(url: str, monke
     engine = open_engine(url)
     assert rows(engine, "SELECT count(*), max(accepted_len), sum(accepted_len) FROM samples").rows == ((64, 20, 20),)
     engine.dispose()
+
+
+@pytest.mark.postgres
+def test_a_right_that_is_missing_and_a_lock_that_is_held_have_a_cause_and_a_remedy_of_their_own(postgres: sa.URL) -> None:
+    with made_site(postgres) as site:
+        upgrade(site.url(DAEMON))
+        assert site.grant().returncode == 0
+        with pytest.raises(LedgerError) as refused:
+            Writer(site.url("scavenger_read"), "host", 1, "test", time.time).start()
+        assert "role that was used may not do this: 42501: permission denied" in refused.value.cause
+        assert "scavenger_contents" in refused.value.remedy
+        holder = sa.create_engine(site.admin, poolclass=sa.NullPool)
+        with holder.connect() as holding, holding.begin():
+            holding.exec_driver_sql("LOCK TABLE generations")
+            mine = holding.exec_driver_sql("SELECT pg_backend_pid()").scalar()
+            impatient = store._postgres_engine(sa.make_url(site.url(DAEMON)), "-c lock_timeout=50")
+            with pytest.raises(sa.exc.DBAPIError) as locked:
+                transaction.grant_generation(impatient, "host", 1, "test", 1.0)
+            assert faults.explain(locked.value).startswith("somebody holds a lock on the ledger: 55P03")
+            assert faults.classify(locked.value) is WriterState.STALLED_LOCKED
+            query = faults.remedy(locked.value).split("`")[1]
+            assert mine in [row[0] for row in rows(impatient, query).rows], "the remedy's own query names the holder"
+            impatient.dispose()
+        holder.dispose()
 
 
 def test_the_log_is_written_back_by_the_watch_and_not_within_a_commit(sqlite_url: str, tmp_path: Path) -> None:
