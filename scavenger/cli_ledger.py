@@ -136,11 +136,23 @@ def backup_command(
 def restore_command(
     source: Annotated[Path | None, typer.Argument(help="what `backup` wrote; without it the ledger was put back by other means")] = None,
     force: Annotated[bool, typer.Option("--force", help="although a daemon owns the ledger: it is fenced")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="do not ask")] = False,
     config_path: ConfigOption = DEFAULT_CONFIG,
 ) -> None:
     """Put a backup in the ledger's place, and begin another history: everybody who knows the replaced one is fenced."""
     from scavenger import ownership
+    from scavenger.ledger import backup
 
     settings = config.read_daemon(config_path)
-    generation = ownership.restore_ledger(settings, source, force=force)
-    print(f"the ledger begins another history after generation {generation}; next: scavenger daemon --config {config_path}")
+    if source is not None:
+        found = backup.survey(settings.ledger_url, source)
+        print(f"{source} is a backup from {found.taken}; it replaces the ledger of {config_path}, with all that came after it")
+        if found.lost:
+            print(f"runs that are in the ledger and not in the backup: {', '.join(found.lost)}")
+        if not yes and not typer.confirm("replace the ledger?"):
+            print("nothing was replaced")
+            sys.exit(1)
+    done = ownership.restore_ledger(settings, source, force=force)
+    if done.kept is not None:
+        print(f"the replaced ledger is kept as {done.kept}: delete it when it is not needed; it holds prompts and answers")
+    print(f"the ledger begins another history after generation {done.generation}; next: scavenger daemon --config {config_path}")

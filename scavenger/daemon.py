@@ -170,7 +170,7 @@ class Daemon:
         else:
             log.warning("ledger", state=str(state), reason=reason, remedy=REMEDIES.get(state, ""))
         if state is WriterState.FENCED:
-            self.failure = Fenced(f"another daemon owns this ledger now: {reason}", "let only one daemon run on a ledger")
+            self.failure = Fenced(f"this daemon may write no more: {reason}", REMEDIES[state])
             self.stop.set()
         elif state is WriterState.FAILED:
             self.failure = LedgerError(f"the ledger's writer failed: {reason}", "mend the cause, then start the daemon again")

@@ -21,7 +21,8 @@ import sqlalchemy as sa
 from scavenger import keys
 from scavenger.config import DaemonConfig
 from scavenger.errors import AuthError, DaemonUnavailable, LedgerError
-from scavenger.ledger import backup, store
+from scavenger.ledger import backup, restoring, store
+from scavenger.ledger.backup import Restored
 from scavenger.ledger.schema import generations
 from scavenger.ledger.transaction import NOBODY, Announced
 
@@ -136,16 +137,20 @@ def explained(error: LedgerError, state_dir: Path, url: str) -> LedgerError:
 
 
 def announced(state_dir: Path) -> Announced:
-    """The newest generation that was announced in the state directory, whatever ledger it had."""
+    """The newest generation that was announced in the state directory, whatever ledger it had, and the restore that was not finished."""
     try:
-        known = keys.read_rendezvous(state_dir)
+        rendezvous = keys.read_rendezvous(state_dir)
+        known = Announced(rendezvous.generation, rendezvous.uid)
     except (DaemonUnavailable, AuthError):
-        return NOBODY
-    return Announced(known.generation, known.uid)
+        known = NOBODY
+    note = restoring.find(state_dir)
+    if note is None:
+        return known
+    return Announced(max(known.generation, note.floor), known.uid, note.source, restoring.path_in(state_dir))
 
 
-def restore_ledger(config: DaemonConfig, source: Path | None, *, force: bool) -> int:
-    """Refused while a daemon owns the ledger, unless `force`. Returns the generation that ended the old history."""
+def restore_ledger(config: DaemonConfig, source: Path | None, *, force: bool) -> Restored:
+    """Refused while a daemon owns the ledger, unless `force`."""
     state_dir, url, now = config.daemon.state_dir, config.ledger_url, time.time()
     holder = present_holder(state_dir) or writer_of(url, now)
     if holder is not None and not force:
@@ -153,7 +158,9 @@ def restore_ledger(config: DaemonConfig, source: Path | None, *, force: bool) ->
     known, host = announced(state_dir), socket.gethostname()
     try:
         if source is None:
-            return backup.mark(url, known, host, now)
-        return backup.restore(url, source, known, host, now)
+            marked = Restored(backup.mark(url, known, host, now), None)
+            restoring.end(restoring.path_in(state_dir))
+            return marked
+        return backup.restore(url, source, state_dir, known, host, now)
     except LedgerError as error:
         raise explained(error, state_dir, url) from error

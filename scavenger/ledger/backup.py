@@ -17,14 +17,17 @@ import sqlite3
 import subprocess
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import sqlalchemy as sa
 
 from scavenger.errors import LedgerError
-from scavenger.ledger import store
-from scavenger.ledger.schema import generations
+from scavenger.ledger import restoring, store
+from scavenger.ledger.faults import explain, remedy
 from scavenger.ledger.transaction import Announced, begin_history, open_connection
 
 #: 4 MiB of pages, then a pause: the writer's commits come between.
@@ -33,6 +36,9 @@ PAUSE_S = 0.005
 #: The copy reads one state of the ledger, which keeps SQLite's log from shrinking meanwhile: rather no backup than a full disk.
 MAX_S = 3600.0
 RESTORE_WAIT_S = 10.0
+#: How the files begin that `backup` writes.
+_STARTS = {"sqlite": b"SQLite format 3\0", "postgresql": b"PGDMP"}
+_NAMES = {"sqlite": "SQLite", "postgresql": "PostgreSQL"}
 
 
 # ---------------------------------------------------------------- backup
@@ -52,16 +58,17 @@ def backup(url: str, target: Path) -> None:
             _copy_sqlite(Path(str(parsed.database)), partial)
         else:
             _run_postgres("pg_dump", parsed, "--format=custom", "--no-owner", "--no-privileges", f"--file={partial}")
-        _sync(partial)
+        restoring.sync(partial)
         os.link(partial, target)  # fails where somebody made one meanwhile
-        _sync(target.parent)
+        restoring.sync(target.parent)
     except OSError as error:
         raise LedgerError(f"the backup {target} cannot be written: {error.strerror}", "check the path and its free space") from error
     finally:
         partial.unlink(missing_ok=True)
 
 
-def _copy_sqlite(source: Path, target: Path) -> None:
+def _copy_sqlite(source: Path, target: Path, *, whole: bool = True) -> None:
+    """`whole`: prove that it is a ledger without damage. Otherwise its pages are copied as they are."""
     if not source.is_file():
         raise LedgerError(f"there is no ledger at {source}", "check daemon.state_dir and daemon.ledger")
     deadline = time.monotonic() + MAX_S
@@ -70,11 +77,12 @@ def _copy_sqlite(source: Path, target: Path) -> None:
         writing.execute("PRAGMA journal_mode=OFF")  # the copy is thrown away unless it is whole
         # One snapshot for all portions: in WAL mode a reader sees one state of the ledger, and the writer does not wait for it.
         reading.execute("BEGIN")
-        reading.execute("SELECT count(*) FROM generations").fetchone()
+        reading.execute(f"SELECT count(*) FROM {'generations' if whole else 'sqlite_master'}").fetchone()
         reading.backup(writing, pages=PAGES, progress=_unhurried(deadline), sleep=PAUSE_S)
         reading.execute("COMMIT")
         writing.execute("PRAGMA journal_mode=DELETE")  # one file without a log beside it, readable where nothing may be written
-        _proved_whole(writing, target)
+        if whole:
+            _proved_whole(writing, target)
     except sqlite3.Error as error:
         raise LedgerError(f"the ledger {source} cannot be copied: {error}", "is it a ledger, and have both disks room?") from error
     finally:
@@ -99,22 +107,44 @@ def _proved_whole(connection: sqlite3.Connection, path: Path) -> None:
 # ---------------------------------------------------------------- restore
 
 
-def restore(url: str, source: Path, announced: Announced, host: str, now: float) -> int:
-    """Replace the ledger by the backup `source`; returns the generation that ended the old history: the next daemon's is beyond it.
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """`generation` ended the old history: the next daemon's is beyond it. `kept`: the SQLite ledger that was replaced."""
 
-    Whole or not at all. Raises `LedgerError`, also where a daemon that is stopped holds the ledger.
+    generation: int
+    kept: Path | None
+
+
+def restore(url: str, source: Path, state_dir: Path, announced: Announced, host: str, now: float) -> Restored:
+    """Replace the ledger by the backup `source` and begin another history in it.
+
+    Whole or not at all. Killed in between, `restoring`'s note in `state_dir` makes the next daemon begin that history. Raises
+    `LedgerError`, also where a daemon that is stopped holds the ledger.
     """
-    if not source.is_file():
-        raise LedgerError(f"there is no backup at {source}", "name the file that `scavenger ledger backup` wrote")
-    floor = _newest_generation(url)
     parsed = store.parse(url)
+    _prove_kind(parsed, source)
+    before = _newest(url)
+    floor = max(before["generation"] if before is not None else 0, announced.generation)
+    restoring.begin(state_dir, restoring.Note(source.name, floor, now))
+    try:
+        kept = _replace(parsed, source)
+    except LedgerError:
+        # Not replaced, as far as the ledger itself can say so: then nobody needs another history.
+        if before is not None and _newest(url) == before and not announced.unfinished:
+            restoring.end(restoring.path_in(state_dir))
+        raise
+    generation = mark(url, announced, host, now, floor=floor, why=f"restored from {source.name}")
+    restoring.end(restoring.path_in(state_dir))
+    return Restored(generation, kept)
+
+
+def _replace(parsed: sa.URL, source: Path) -> Path | None:
     if parsed.drivername == "sqlite":
-        _replace_sqlite(Path(str(parsed.database)), source)
-    else:
-        # One transaction, and it drops what is there.
-        how = ("--clean", "--if-exists", "--no-owner", "--no-privileges", "--single-transaction", "--exit-on-error")
-        _run_postgres("pg_restore", parsed, *how, str(source))
-    return mark(url, announced, host, now, floor=floor, why=f"restored from {source.name}")
+        return _replace_sqlite(Path(str(parsed.database)), source)
+    # One transaction, and it drops what is there.
+    how = ("--clean", "--if-exists", "--no-owner", "--no-privileges", "--single-transaction", "--exit-on-error")
+    _run_postgres("pg_restore", parsed, *how, str(source))
+    return None
 
 
 def mark(url: str, announced: Announced, host: str, now: float, *, floor: int = 0, why: str = "restored by other means") -> int:
@@ -125,22 +155,28 @@ def mark(url: str, announced: Announced, host: str, now: float, *, floor: int = 
         with open_connection(engine) as connection, connection.begin():
             return int(begin_history(connection, os.getpid(), host, why, now, announced, floor))
     except sa.exc.DBAPIError as error:
-        raise LedgerError(f"the restored ledger cannot be marked: {error.orig}", "run the same command again") from error
+        what = f"{remedy(error)}; then run the same command again"
+        raise LedgerError(f"the restored ledger cannot be marked: {explain(error)}", what) from error
     finally:
         engine.dispose()
 
 
-def _newest_generation(url: str) -> int:
-    """The newest generation of the ledger that is to be replaced; 0 where there is none that can be read."""
+def _newest(url: str) -> dict[str, Any] | None:
+    """The newest generation's row of the ledger that is to be replaced; None where there is none that can be read.
+
+    Two states of a ledger differ in it: every transaction of a writer moves its `batch`. Read as it is: the ledger may be of an older
+    release.
+    """
     parsed = store.parse(url)
     if parsed.drivername == "sqlite" and not Path(str(parsed.database)).is_file():
-        return 0
+        return None
     engine = store.open_readonly(url)
     try:
         with engine.connect() as connection:
-            return int(connection.execute(sa.select(sa.func.max(generations.c.generation))).scalar() or 0)
+            found = connection.exec_driver_sql("SELECT * FROM generations ORDER BY generation DESC LIMIT 1").mappings().one_or_none()
+            return dict(found) if found is not None else None
     except sa.exc.DBAPIError:
-        return 0  # damaged or empty, which is why it is restored; the rendezvous file's generation counts all the same
+        return None  # damaged or empty, which is why it is restored; the rendezvous file's generation counts all the same
     finally:
         engine.dispose()
 
@@ -151,24 +187,81 @@ def _journal_for(source: sqlite3.Connection, target: sqlite3.Connection) -> str:
     return "WAL" if sizes[0] == sizes[1] else "DELETE"
 
 
-def _replace_sqlite(ledger: Path, source: Path) -> None:
-    _prove_ledger(source)
+def _replace_sqlite(ledger: Path, source: Path) -> Path | None:
     damaged = _set_aside_damaged(ledger)
+    kept = damaged if damaged is not None else _keep(ledger)
     store.open_engine(f"sqlite:///{ledger}").dispose()  # makes the file (0600) and its folder where they are missing
     reading, writing = _connect(source, "ro"), _connect(ledger, "rw", timeout_s=RESTORE_WAIT_S)
     try:
         writing.execute(f"PRAGMA journal_mode={_journal_for(reading, writing)}")
         writing.execute("PRAGMA synchronous=FULL")
-        reading.backup(writing, pages=-1)  # all pages in one transaction: the old ledger or the new one, whenever this is killed
+        # All pages in one transaction: the old ledger or the new one, whenever this is killed. Each try waits `RESTORE_WAIT_S` for
+        # the lock, and the driver by itself would try for ever.
+        reading.backup(writing, pages=-1, progress=_not_locked)
         writing.execute("PRAGMA journal_mode=WAL")
         writing.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     except sqlite3.Error as error:
-        aside = f" (the damaged one is {damaged})" if damaged is not None else ""
+        aside = f" (the damaged one is {damaged})" if damaged is not None else f" ({kept} is a copy of it)" if kept is not None else ""
         remedy = "stop the daemon first, also one that was stopped by SIGSTOP; `scavenger daemon` names its pid"
         raise LedgerError(f"the ledger {ledger} cannot be replaced{aside}: {error}", remedy) from error
     finally:
         reading.close()
         writing.close()
+    return kept
+
+
+def _not_locked(status: int, _left: int, _total: int) -> None:
+    if status in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        raise sqlite3.OperationalError("database is locked")
+
+
+def _keep(ledger: Path) -> Path | None:
+    """A copy of the ledger that is to be replaced, beside it: it holds the only record of what came after the backup."""
+    if not ledger.exists() or ledger.stat().st_size == 0:
+        return None
+    aside = _free_name(ledger, "replaced")
+    partial = aside.with_name(f".{aside.name}.partial")
+    try:
+        os.close(os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+        _copy_sqlite(ledger, partial, whole=False)
+        restoring.sync(partial)
+        partial.rename(aside)
+        restoring.sync(aside.parent)
+    except (OSError, LedgerError) as error:
+        why = error.cause if isinstance(error, LedgerError) else error.strerror
+        remedy = f"nothing was replaced; where there is no room for both, move {ledger.name} with its -wal and -shm away and restore again"
+        raise LedgerError(f"the ledger {ledger} cannot be kept as {aside.name} before it is replaced: {why}", remedy) from error
+    finally:
+        partial.unlink(missing_ok=True)
+    return aside
+
+
+def _free_name(ledger: Path, what: str) -> Path:
+    made = first = ledger.with_name(f"{ledger.name}.{what}-{int(time.time())}")
+    number = 1
+    while made.exists():
+        number += 1
+        made = first.with_name(f"{first.name}-{number}")
+    return made
+
+
+def _prove_kind(url: sa.URL, source: Path) -> None:
+    """Raises `LedgerError` unless the file is a backup that this ledger can take, as far as it tells without being put back."""
+    if not source.is_file():
+        raise LedgerError(f"there is no backup at {source}", "name the file that `scavenger ledger backup` wrote")
+    with source.open("rb") as file:
+        start = file.read(16)
+    found = next((kind for kind, mark in _STARTS.items() if start.startswith(mark)), "")
+    wanted = "sqlite" if url.drivername == "sqlite" else "postgresql"
+    if found and found != wanted:
+        raise LedgerError(
+            f"{source} is a backup of a {_NAMES[found]} ledger, and this ledger is kept in {_NAMES[wanted]}",
+            f"name a backup of a {_NAMES[wanted]} ledger, or set daemon.ledger to the kind of ledger that it was taken of",
+        )
+    if wanted == "sqlite":
+        _prove_ledger(source)
+    elif not found:
+        raise LedgerError(f"{source} is not a backup of a ledger", "name the file that `scavenger ledger backup` wrote")
 
 
 def _prove_ledger(source: Path) -> None:
@@ -196,12 +289,54 @@ def _set_aside_damaged(ledger: Path) -> Path | None:
         pass
     finally:
         connection.close()
-    aside = ledger.with_name(f"{ledger.name}.damaged-{int(time.time())}")
+    aside = _free_name(ledger, "damaged")
     for suffix in ("-wal", "-shm", ""):
         part = ledger.with_name(ledger.name + suffix)
         if part.exists():
             part.rename(aside.with_name(aside.name + suffix))
     return aside
+
+
+# ---------------------------------------------------------------- what a restore gives up
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """`taken`: when the backup was, in words. `lost`: the runs of the present ledger that it does not have; None: not known."""
+
+    taken: str
+    lost: tuple[str, ...] | None
+
+
+def survey(url: str, source: Path) -> Survey:
+    """What the backup `source` is, before it replaces the ledger. Raises `LedgerError` where it cannot."""
+    parsed = store.parse(url)
+    _prove_kind(parsed, source)
+    if parsed.drivername != "sqlite":  # what its tables hold only a restore tells
+        listed = _run_postgres("pg_restore", None, "--list", str(source)).splitlines()
+        taken = next((line.partition("created at ")[2].strip() for line in listed if "created at " in line), "an unknown time")
+        return Survey(taken, None)
+    connection = _connect(source, "ro")
+    try:
+        (at,) = connection.execute("SELECT max(committed_at) FROM generations").fetchone()
+        has = set(_runs(connection))
+    finally:
+        connection.close()
+    when = f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC (its newest commit)" if at is not None else "an unknown time"
+    ledger = Path(str(parsed.database))
+    if not ledger.is_file():
+        return Survey(when, ())
+    present = _connect(ledger, "ro")
+    try:
+        return Survey(when, tuple(name for run, name in _runs(present) if (run, name) not in has))
+    except sqlite3.Error:  # damaged, locked or empty: the restore itself says so
+        return Survey(when, None)
+    finally:
+        present.close()
+
+
+def _runs(connection: sqlite3.Connection) -> list[tuple[int, str]]:
+    return [(int(run), str(name)) for run, name in connection.execute("SELECT run_id, name FROM runs ORDER BY run_id")]
 
 
 # ---------------------------------------------------------------- small
@@ -211,21 +346,16 @@ def _connect(path: Path, mode: str, timeout_s: float = 5.0) -> sqlite3.Connectio
     return sqlite3.connect(f"file:{quote(str(path.absolute()))}?mode={mode}", uri=True, timeout=timeout_s, isolation_level=None)
 
 
-def _run_postgres(program: str, url: sa.URL, *arguments: str) -> None:
-    """Run one of PostgreSQL's own programs on the ledger; a password goes through its environment, never through argv."""
+def _run_postgres(program: str, url: sa.URL | None, *arguments: str) -> str:
+    """What one of PostgreSQL's own programs says, run on the ledger, if any; a password goes through its environment, never argv."""
     found = shutil.which(program)
     if found is None:
         raise LedgerError(f"{program} is not on PATH", "install PostgreSQL's client programs (postgresql-client), of the server's version")
-    plain = url.set(drivername="postgresql", password=None).render_as_string(hide_password=False)
-    environment = dict(os.environ) | ({"PGPASSWORD": str(url.password)} if url.password else {})
-    done = subprocess.run([found, f"--dbname={plain}", *arguments], env=environment, capture_output=True, text=True, check=False)
+    where, environment = [], dict(os.environ)
+    if url is not None:
+        where = [f"--dbname={url.set(drivername='postgresql', password=None).render_as_string(hide_password=False)}"]
+        environment |= {"PGPASSWORD": str(url.password)} if url.password else {}
+    done = subprocess.run([found, *where, *arguments], env=environment, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise LedgerError(f"{program} ended with status {done.returncode}: {done.stderr.strip()[-500:]}", "see PostgreSQL's own message")
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    return done.stdout

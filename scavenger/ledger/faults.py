@@ -46,8 +46,22 @@ REMEDIES: dict[WriterState, str] = {
     WriterState.STALLED_LOCKED: "end the program that holds the ledger locked; writing goes on by itself",
     WriterState.STALLED_IO: "look at the disk (dmesg); writing is tried again",
     WriterState.LOST_CONNECTION: "start the database or repair the network; writing goes on by itself",
-    WriterState.FENCED: "another daemon owns this ledger now: let only one daemon run on a ledger",
+    WriterState.FENCED: "another daemon owns this ledger now: let only one daemon run on a ledger; was it restored, start this one again",
     WriterState.FAILED: "the ledger cannot go on; see the reason, then restart the daemon",
+}
+
+#: Where PostgreSQL's code (SQLSTATE) tells more than the state that it leads to: the cause, and what to do.
+_TOLD: dict[str, tuple[str, str]] = {
+    "42501": (
+        "the database role that was used may not do this",
+        "connect as a role that may: the daemon's own to write or vacuum, a member of scavenger_contents to read tokens and prompts, of "
+        "scavenger_read for the rest (`sql/roles.sql` grants them)",
+    ),
+    "55P03": (
+        "somebody holds a lock on the ledger",
+        "end that session: `SELECT pid, usename, application_name, client_addr, query FROM pg_stat_activity WHERE pid IN (SELECT pid "
+        "FROM pg_locks WHERE granted AND relation = 'generations'::regclass)` names those that hold one",
+    ),
 }
 
 #: Extended codes first, then primary ones (the low byte). See sqlite.org/rescode.html.
@@ -103,6 +117,20 @@ def classify(error: BaseException) -> WriterState:
     return WriterState.FAILED
 
 
+def remedy(error: BaseException, failed: str = REMEDIES[WriterState.FAILED]) -> str:
+    """What to do about it; `failed` where nothing is known of it."""
+    told = _TOLD.get(_sqlstate(error))
+    if told is not None:
+        return told[1]
+    state = classify(error)
+    return failed if state is WriterState.FAILED else REMEDIES[state]
+
+
+def _sqlstate(error: BaseException) -> str:
+    cause = error.orig if isinstance(error, sa.exc.DBAPIError) and error.orig is not None else error
+    return getattr(cause, "sqlstate", None) or ""
+
+
 def overran(error: BaseException) -> bool:
     """Whether a reader was ended because it took longer than it may (`store.open_readonly`), or was cancelled."""
     cause = error.orig if isinstance(error, sa.exc.DBAPIError) else error
@@ -114,4 +142,5 @@ def explain(error: BaseException) -> str:
     cause = error.orig if isinstance(error, sa.exc.DBAPIError) and error.orig is not None else error
     name: str = getattr(cause, "sqlite_errorname", "") or getattr(cause, "sqlstate", "") or type(cause).__name__
     # Beyond its first line PostgreSQL quotes the row.
-    return f"{name}: {(str(cause).splitlines() or [''])[0]}"
+    told = _TOLD.get(_sqlstate(error))
+    return f"{told[0] + ': ' if told is not None else ''}{name}: {(str(cause).splitlines() or [''])[0]}"

@@ -18,7 +18,7 @@ import sqlalchemy as sa
 
 from scavenger.errors import LedgerError
 from scavenger.ledger import reader, store
-from scavenger.ledger.faults import FINAL, REMEDIES, classify, explain
+from scavenger.ledger.faults import FINAL, classify, explain, remedy
 from scavenger.ledger.schema import chunks, groups, runs, sample_ends, samples
 from scavenger.ledger.transaction import open_connection
 
@@ -114,8 +114,7 @@ def _patiently(engine: sa.Engine, work: Callable[[sa.Connection], T]) -> T:
         except sa.exc.DBAPIError as error:
             state = classify(error)
             if state in FINAL or time.monotonic() > deadline:
-                remedy = f"{REMEDIES.get(state, '')}; then purge again"
-                raise LedgerError(f"the purge stopped half-way: {explain(error)}", remedy) from error
+                raise LedgerError(f"the purge stopped half-way: {explain(error)}", f"{remedy(error)}; then purge again") from error
         time.sleep(_PAUSE_S)
 
 

@@ -18,7 +18,7 @@ import sqlalchemy as sa
 from scavenger.errors import LedgerError, LedgerUnavailable
 from scavenger.ledger import queries
 from scavenger.ledger import records as r
-from scavenger.ledger.faults import FINAL, REMEDIES, classify, explain, overran
+from scavenger.ledger.faults import FINAL, classify, explain, overran, remedy
 from scavenger.ledger.store import MAINTENANCE_S, READER_S
 from scavenger.wire import unpack_logprobs, unpack_tokens
 
@@ -155,7 +155,7 @@ def _reading(engine: sa.Engine) -> Iterator[sa.Connection]:
         why = f"the ledger cannot be read: {explain(error)}"
         if overran(error):
             raise LedgerUnavailable(why, _OVERRAN) from error
-        raise LedgerError(why) if state in FINAL else LedgerUnavailable(why, REMEDIES[state]) from error
+        raise (LedgerError if state in FINAL else LedgerUnavailable)(why, remedy(error, failed="")) from error
 
 
 def _ask(connection: sa.Connection, query: str, /, **parameters: Any) -> Iterator[Mapping[str, Any]]:

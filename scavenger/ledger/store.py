@@ -24,6 +24,7 @@ from sqlalchemy.pool import NullPool
 
 from scavenger import resources
 from scavenger.errors import LedgerError
+from scavenger.ledger.faults import explain, remedy
 
 #: File systems whose locks and shared memory do not reach from one host to another, as /proc/mounts spells them.
 NETWORK_FILE_SYSTEMS = frozenset(
@@ -162,6 +163,8 @@ def _sqlite_engine(uri: str, *, writes: bool, most_s: float | None = None) -> sa
             connection.execute("PRAGMA journal_mode=WAL")
             connection.execute("PRAGMA synchronous=FULL")  # a commit outlives the operating system, not only the process
             connection.execute(f"PRAGMA wal_autocheckpoint={_WAL_CHECKPOINT_PAGES}")
+            # The writer's temporary tables and statement journals: a full /tmp must not stall a ledger whose own disk has room.
+            connection.execute("PRAGMA temp_store=MEMORY")
         connection.execute(f"PRAGMA cache_size=-{_PAGE_CACHE_KIB}")
         return connection
 
@@ -211,7 +214,8 @@ def _schema_transaction(url: str) -> Iterator[Config]:
         with engine.connect().execution_options(**{BEGIN: "IMMEDIATE"}) as connection, connection.begin():
             yield _alembic(connection)
     except sa.exc.DBAPIError as error:
-        raise LedgerError(f"the ledger's schema cannot be changed: {error.orig}", "check that the ledger is reachable") from error
+        what = remedy(error, failed="check that the ledger is reachable")
+        raise LedgerError(f"the ledger's schema cannot be changed: {explain(error)}", what) from error
     finally:
         engine.dispose()
 

@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import sqlalchemy as sa
 
@@ -48,10 +49,15 @@ _FIRST = sa.select(_g.timeline).order_by(_g.generation).limit(1)
 
 @dataclass(frozen=True, slots=True)
 class Announced:
-    """The newest generation that the rendezvous file tells of; the default says that there was none."""
+    """The newest generation that the rendezvous file tells of; the default says that there was none.
+
+    `unfinished`: the restore that was not seen to its end, as `note` (a file of `restoring`) tells it; "" when none is known.
+    """
 
     generation: int = 0
     uid: str = ""
+    unfinished: str = ""
+    note: Path | None = None
 
 
 NOBODY = Announced()
@@ -95,7 +101,7 @@ def begin_history(connection: sa.Connection, pid: int, host: str, why: str, now:
 
     `floor`: a generation known from elsewhere; the next daemon's is beyond it.
     """
-    beyond = Announced(max(announced.generation, floor), announced.uid)
+    beyond = replace(announced, generation=max(announced.generation, floor))
     granted = _grant(connection, now, beyond, why)
     row = {"generation": int(granted), "uid": granted.uid, "timeline": granted.timeline, "host": host, "pid": pid, "code_version": why}
     connection.execute(sa.insert(generations).values(**row, started_at=now, committed_at=now, batch=0, superseded_at=now))
@@ -120,6 +126,8 @@ def _grant(connection: sa.Connection, now: float, announced: Announced, why: str
 
 def _contradiction(connection: sa.Connection, newest: int, announced: Announced) -> str:
     """Why this ledger cannot be the one that the announced daemon wrote, as it wrote it; "" when it can."""
+    if announced.unfinished:
+        return f"a restore from {announced.unfinished} was begun and not seen to its end"
     if announced.generation > newest:
         return f"generation {announced.generation} was announced, and this ledger ends at {newest}: it is an older one or another"
     known = connection.execute(sa.select(_g.uid).where(_g.generation == announced.generation)).scalar()
@@ -159,8 +167,10 @@ def _advance(connection: sa.Connection, generation: Generation, batch: int, now:
     if mine is not None and mine.superseded_at is None:
         raise LedgerError(f"generation {generation} is at batch {mine.batch} of the ledger, not at {batch - 1}", "restart the daemon")
     if mine is None:
-        why = f"this daemon's generation {generation} never was in this ledger, which was restored: {owner} owns it"
-        raise Fenced(why, "stop this daemon")
+        why = f"this daemon's generation {generation} never was in this ledger, which was restored"
+        if newest is None or newest.superseded_at is not None:  # as the restore itself leaves it
+            raise Fenced(f"{why}, and nobody owns it now", "start it again: it goes on with the restored ledger")
+        raise Fenced(f"{why}: {owner} owns it", "stop this daemon")
     raise Fenced(f"this daemon's generation {generation} of the ledger is over: {owner} owns it", "stop this daemon")
 
 
@@ -179,9 +189,15 @@ def _run_all(connection: sa.Connection, statements: tuple[Statement, ...], recor
 
 
 def _run(connection: sa.Connection, statement: Statement, records: Sequence[Record]) -> None:
-    if statement.shape is not None and len(records) >= sets.FEWEST and sets.possible(connection):
-        types, rows = tuples(statement.shape.names, statement.rows, records)
-        wanted, changed = len(rows), sets.run(connection, statement.shape, types, rows)
+    if statement.shape is not None and sets.possible(connection):
+        # By the number of rows: one group makes a row for each of its samples, many chunks of a sample make one.
+        names = statement.shape.names
+        types, rows = tuples(names, statement.rows, records)
+        wanted = len(rows)
+        if wanted >= sets.FEWEST:
+            changed = sets.run(connection, statement.shape, types, rows)
+        else:
+            changed = connection.execute(statement.sql, [dict(zip(names, row, strict=True)) for row in rows]).rowcount if rows else 0
     else:
         single = list(statement.rows(records))
         wanted = len(single)

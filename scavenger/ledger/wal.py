@@ -3,8 +3,9 @@
 Left alone, SQLite writes the log back within the commit that made it long, and all that this commit made durable waits for that: tens of
 MB and two syncs. So the writer's connection does not, and the watch does it once the commit was acknowledged. It never gets past the
 oldest reader that is still in a transaction: one that stays open makes the log grow with every commit. Readers of ours have a deadline;
-somebody's `sqlite3` may not. Owns the bound and the attempts to bring the log back below it; they never wait for a reader, because the
-writer would.
+somebody's `sqlite3` may not. Nor does it get to the log's end at one instant while short readers overlap, and then the log is never begun
+anew: so a log that is too large is written back with a little patience, during which new readers wait for nothing and the old ones end.
+Owns the bound and the attempts to bring the log back below it, and how long the writer may wait for one.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ MOST_BYTES = 256 * 1024 * 1024
 RETRY_S = 1.0
 #: How often a log that stays large is said again.
 SAY_S = 60.0
+#: The writer waits so long for readers to end, once in `RETRY_S` and only while the log is too large: a reader of ours takes less.
+PATIENCE_MS = 200
 
 
 class WalWatch:
@@ -64,7 +67,10 @@ class WalWatch:
         if large and now - self._said_at >= SAY_S:
             self._said_at = now
             log.warning(
-                "ledger's log is large", nbytes=self.nbytes, cause="a reader keeps a transaction open", remedy="end it: fuser on the ledger"
+                "ledger's log is large",
+                nbytes=self.nbytes,
+                cause=f"somebody reads all the time: one transaction that stays open, or none of {PATIENCE_MS} ms without a reader",
+                remedy="end the readers: fuser on the ledger names them",
             )
         elif was_large and not large:
             self._said_at = float("-inf")
@@ -78,11 +84,11 @@ class WalWatch:
             self.nbytes = 0
 
     def _write_back(self, how: str) -> None:
-        """A checkpoint: as much as readers allow, or a whole one that truncates the log, at once or not at all. On its own connection."""
+        """A checkpoint: as much as readers allow, or a whole one that truncates the log, which waits a little. On its own connection."""
         driver = self._engine.raw_connection()
         try:
             cursor = driver.cursor()
-            cursor.execute("PRAGMA busy_timeout=0")
+            cursor.execute(f"PRAGMA busy_timeout={PATIENCE_MS if how == 'TRUNCATE' else 0}")
             busy, *_ = cursor.execute(f"PRAGMA wal_checkpoint({how})").fetchone()
             cursor.close()
         finally:

@@ -22,7 +22,8 @@ import sqlalchemy as sa
 import structlog
 
 from scavenger.errors import Fenced, LedgerError
-from scavenger.ledger.faults import FINAL, REMEDIES, TRANSITIONS, WriterState, classify, explain
+from scavenger.ledger import restoring
+from scavenger.ledger.faults import FINAL, REMEDIES, TRANSITIONS, WriterState, classify, explain, remedy
 from scavenger.ledger.records import Record
 from scavenger.ledger.statements import weigh
 from scavenger.ledger.store import open_engine, sqlite_file
@@ -115,8 +116,9 @@ class Writer:
         try:
             self._generation = grant_generation(self.engine, *self._identity, self._now(), self._announced)
         except sa.exc.DBAPIError as error:
-            state = classify(error)
-            raise LedgerError(f"the ledger cannot be taken over: {explain(error)}", REMEDIES.get(state, "")) from error
+            raise LedgerError(f"the ledger cannot be taken over: {explain(error)}", remedy(error)) from error
+        if self._announced.note is not None:  # the history that it asks for is durable now
+            restoring.end(self._announced.note)
         self._state, self._reason = WriterState.OK, ""
         self._thread = threading.Thread(target=self._run, name="ledger-writer", daemon=True)
         self._thread.start()

@@ -15,11 +15,13 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from typer.testing import CliRunner
 
 from scavenger import daemon, keys, ownership
+from scavenger.cli import app
 from scavenger.config import DaemonConfig
 from scavenger.errors import Fenced, LedgerError
-from scavenger.ledger import backup, reader, reports, store, transaction
+from scavenger.ledger import backup, reader, reports, restoring, store, transaction
 from scavenger.ledger import records as rec
 from scavenger.ledger.transaction import NOBODY, Announced
 from scavenger.ledger.writer import Writer, WriterState
@@ -58,7 +60,10 @@ def commit(url: str, generation: transaction.Generation, batch: int, *records: r
 
 
 def restored(url: str, copy: Path, announced: Announced = NOBODY) -> int:
-    return backup.restore(url, copy, announced, "h", 2.0)
+    state_dir = copy.parent / "state"
+    generation = backup.restore(url, copy, state_dir, announced, "h", 2.0).generation
+    assert restoring.find(state_dir) is None
+    return generation
 
 
 # ---------------------------------------------------------------- backup
@@ -169,6 +174,9 @@ def test_a_daemon_at_work_is_fenced_by_a_restore_in_its_next_transaction(url: st
     writer.submit(2, [note("after")])
     assert fenced.wait(10), (writer.state, writer.reason)
     assert "restored" in writer.reason
+    assert "nobody owns it now" in writer.reason
+    with pytest.raises(Fenced, match="restored, start this one again"):
+        writer.submit(3, [note("later")])
     writer.close(drain=False)
     assert events(url) == []
     assert generation_of(url) > first
@@ -221,6 +229,126 @@ def test_a_ledger_that_was_put_back_by_other_means_is_marked(url: str) -> None:
     assert second.timeline != first.timeline
 
 
+# ---------------------------------------------------------------- killed, asked, kept
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from scavenger import ownership
+from scavenger.config import DaemonConfig
+from scavenger.ledger import backup
+backup.mark = lambda *args, **how: os.kill(os.getpid(), signal.SIGKILL)
+daemon = {"state_dir": sys.argv[1], "ledger": sys.argv[2]}
+ownership.restore_ledger(DaemonConfig.model_validate({"daemon": daemon}), Path(sys.argv[3]), force=True)
+"""
+
+
+def killed_between(state_dir: Path, url: str, copy: Path) -> None:
+    """`scavenger ledger restore`, killed when the contents are replaced and before the new history begins."""
+    done = subprocess.run([sys.executable, "-c", KILLED, str(state_dir), url, str(copy)], capture_output=True, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+
+
+def test_a_restore_killed_before_its_history_begins_has_the_next_daemon_begin_it(url: str, tmp_path: Path) -> None:
+    state_dir = tmp_path / "state"
+    store.upgrade(url)
+    first = generation_of(url)  # the backup is taken within its life: nothing in the restored ledger contradicts what was announced
+    keys.write_rendezvous(state_dir, keys.Rendezvous("tcp://h:1", "k", int(first), 1, "h", first.uid))
+    backup.backup(url, tmp_path / "copy")
+    commit(url, first, 1, note("lost"))
+    killed_between(state_dir, url, tmp_path / "copy")
+    assert events(url) == [], "the contents are the backup's"
+    assert stat.S_IMODE(restoring.path_in(state_dir).stat().st_mode) == 0o600
+    writer = Writer(url, "h", 1, "v", time.time, announced=ownership.announced(state_dir))
+    second = writer.start()
+    writer.close()
+    assert "a restore from copy was begun and not seen to its end" in second.began
+    assert (second > first, second.restored, second.timeline != first.timeline) == (True, True, True)
+    assert ownership.announced(state_dir).unfinished == "", "it is told once"
+    third = generation_of(url, Announced(int(second), second.uid))
+    assert (third.timeline, third.began) == (second.timeline, "")
+
+
+def test_a_restore_that_was_killed_can_be_repeated(url: str, tmp_path: Path) -> None:
+    state_dir = tmp_path / "state"
+    config = DaemonConfig.model_validate({"daemon": {"state_dir": state_dir, "ledger": url}})
+    store.upgrade(url)
+    backup.backup(url, tmp_path / "copy")
+    for _ in range(3):
+        latest = generation_of(url)  # no file tells of it, and the backup does not know it
+    killed_between(state_dir, url, tmp_path / "copy")
+    done = ownership.restore_ledger(config, tmp_path / "copy", force=True)
+    assert done.generation == latest + 1, "beyond the ledger that the killed one replaced"
+    assert restoring.find(state_dir) is None
+    with pytest.raises(Fenced, match="restored"):
+        commit(url, latest, 1, note("stale"))
+
+
+def test_a_note_that_cannot_be_read_counts(url: str, tmp_path: Path) -> None:
+    store.upgrade(url)
+    first = generation_of(url)
+    restoring.begin(tmp_path, restoring.Note("copy", 1, 1.0))
+    restoring.path_in(tmp_path).write_bytes(b"torn")
+    assert generation_of(url, ownership.announced(tmp_path)).timeline != first.timeline
+
+
+def test_a_restore_that_replaced_nothing_leaves_the_history_as_it_is(
+    sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written(sqlite_url, everything())
+    backup.backup(sqlite_url, tmp_path / "copy")
+    monkeypatch.setattr(backup, "RESTORE_WAIT_S", 0.1)
+    stopped = sqlite3.connect(sqlite_url.removeprefix("sqlite:///"), isolation_level=None)
+    stopped.execute("BEGIN IMMEDIATE")
+    with pytest.raises(LedgerError, match=r"cannot be replaced(.|\n)*database is locked"):
+        restored(sqlite_url, tmp_path / "copy")
+    stopped.close()
+    assert restoring.find(tmp_path / "state") is None
+    assert generation_of(sqlite_url).restored is False
+
+
+@pytest.mark.postgres
+def test_a_backup_of_the_other_database_is_named(postgres: sa.URL, tmp_path: Path) -> None:
+    urls = {"SQLite": f"sqlite:///{tmp_path / 'state' / 'ledger.sqlite3'}", "PostgreSQL": new_database(postgres)}
+    for kind, url in urls.items():
+        store.upgrade(url)
+        backup.backup(url, tmp_path / kind)
+    for kind, other in (("SQLite", "PostgreSQL"), ("PostgreSQL", "SQLite")):
+        with pytest.raises(LedgerError, match=f"is a backup of a {kind} ledger, and this ledger is kept in {other}"):
+            restored(urls[other], tmp_path / kind)
+    assert backup.survey(urls["PostgreSQL"], tmp_path / "PostgreSQL").taken.startswith("20")
+    (tmp_path / "garbage").write_bytes(b"x" * 100)
+    with pytest.raises(LedgerError, match="is not a backup"):
+        restored(urls["PostgreSQL"], tmp_path / "garbage")
+
+
+def test_the_command_says_what_is_lost_asks_and_keeps_the_replaced_ledger(tmp_path: Path) -> None:
+    config = config_of(tmp_path / "state")
+    (tmp_path / "scavenger.toml").write_text(f'[daemon]\nstate_dir = "{tmp_path / "state"}"\n')
+    store.upgrade(config.ledger_url)
+    generation_of(config.ledger_url)
+    backup.backup(config.ledger_url, tmp_path / "copy")
+    written(config.ledger_url, everything())
+    command = ["ledger", "restore", str(tmp_path / "copy"), "--config", str(tmp_path / "scavenger.toml"), "--force"]
+    refused = CliRunner().invoke(app, command, input="n\n")
+    assert refused.exit_code == 1, refused.output
+    assert "1970-01-01 00:00:00 UTC (its newest commit)" in refused.output
+    assert "not in the backup: sorting" in refused.output
+    assert "nothing was replaced" in refused.output
+    state = reader.read_snapshot(engine := store.open_readonly(config.ledger_url))
+    engine.dispose()
+    assert state.runs
+    done = CliRunner().invoke(app, [*command, "--yes"])
+    assert done.exit_code == 0, done.output
+    (kept,) = (tmp_path / "state").glob("*.replaced-*")
+    assert str(kept) in done.output.replace("\n", "")
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600
+    old = store.open_readonly(f"sqlite:///{kept}")
+    assert reader.read_snapshot(old) == state
+    old.dispose()
+    assert reports.check(config.ledger_url) == []
+
+
 # ---------------------------------------------------------------- who holds it
 
 
@@ -240,12 +368,12 @@ def test_a_restore_names_the_daemon_that_is_in_the_way(tmp_path: Path) -> None:
     assert second.holder == here
     with pytest.raises(LedgerError, match=rf"pid {os.getpid()} on host \S+, there since 2023-11-14 22:13:20 UTC(.|\n)*--force"):
         ownership.restore_ledger(config, tmp_path / "copy", force=False)
-    assert ownership.restore_ledger(config, tmp_path / "copy", force=True) == 31
+    assert ownership.restore_ledger(config, tmp_path / "copy", force=True).generation == 31
     first.close()
     assert second.claim(), "whoever took over holds the lock when the first is gone"
     second.close()
     assert ownership.present_holder(tmp_path / "state") is None
-    assert ownership.restore_ledger(config, None, force=False) == 32
+    assert ownership.restore_ledger(config, None, force=False).generation == 32
 
 
 def test_a_daemon_of_another_host_is_known_by_its_recent_commit(url: str) -> None:
@@ -320,7 +448,7 @@ def test_a_backup_is_restored_where_none_of_its_roles_exist(postgres: sa.URL, tm
         pytest.skip("SCAVENGER_TEST_PG names a server with a site's own roles, which cannot be taken from it")
     assert there == 0
     url = new_database(postgres)
-    backup.restore(url, copy, NOBODY, "h", T0 + 100)
+    backup.restore(url, copy, tmp_path, NOBODY, "h", T0 + 100)
     assert reports.check(url) == []
     assert reports.report(url, "runs", "csv") == before
     assert Site(sa.make_url(url)).grant().returncode == 0

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 from typer.testing import CliRunner
 
 from scavenger.cli import app
@@ -15,6 +17,7 @@ from scavenger.ledger import records as r
 from scavenger.ledger.reports import check
 from tests.ledger.examples import T0, witness, written
 from tests.ledger.histories import answers, config, ended, fetch, training
+from tests.ledger.test_roles import DAEMON, made_site
 
 
 def fat(run_id: int = 1) -> list[r.Record]:
@@ -59,6 +62,20 @@ def test_postgres_is_vacuumed_beside_its_daemon(postgres: object, request: pytes
     assert min(done.before, done.after) > 100_000
     assert check(url) == []
     assert fetch(url, "SELECT count(*) FROM pg_stat_user_tables WHERE last_vacuum IS NOT NULL AND last_analyze IS NOT NULL")[0][0] >= 18
+
+
+@pytest.mark.postgres
+def test_a_role_that_may_not_vacuum_is_told_so(postgres: sa.URL, tmp_path: Path) -> None:
+    with made_site(postgres) as site:
+        written(site.url(DAEMON), training())
+        assert site.grant().returncode == 0
+        path = config(tmp_path, site.url("scavenger_contents"))
+        done = CliRunner().invoke(app, ["ledger", "vacuum", "--config", str(path)])
+        assert done.exit_code != 0, done.output
+        assert isinstance(done.exception, LedgerError)
+        assert re.match(r"(\d+) of \1 tables were not vacuumed .*generations", done.exception.cause), done.exception.cause
+        assert "owner of the tables" in done.exception.remedy
+        assert vacuum.vacuum(site.url(DAEMON)).after > 0
 
 
 def test_sqlite_is_not_vacuumed_while_a_writer_or_a_reader_has_it_open(sqlite_url: str) -> None:

@@ -19,8 +19,8 @@ import sqlalchemy as sa
 from structlog.testing import capture_logs
 
 from scavenger.errors import Fenced, LedgerError
+from scavenger.ledger import faults, store, transaction
 from scavenger.ledger import records as r
-from scavenger.ledger import store, transaction
 from scavenger.ledger.faults import FINAL, TRANSITIONS, WriterState, classify
 from scavenger.ledger.reader import rows
 from scavenger.ledger.statements import KINDS
@@ -28,6 +28,7 @@ from scavenger.ledger.store import open_engine, upgrade
 from scavenger.ledger.writer import Backoff, Writer
 from tests.ledger.conftest import new_database
 from tests.ledger.examples import everything, witness, written
+from tests.ledger.test_roles import DAEMON, made_site
 
 REMAINING_S = 30.0
 
@@ -488,7 +489,10 @@ def test_the_writer_reports_a_ledger_that_cannot_be_opened(tmp_path: Path) -> No
         Writer(f"sqlite:///{tmp_path / 'file' / 'ledger.sqlite3'}", "host", 1, "test", time.time)
 
 
-def test_a_log_that_a_reader_keeps_from_shrinking_is_measured_and_written_back_when_it_can(sqlite_url: str, tmp_path: Path) -> None:
+def test_a_log_that_a_reader_keeps_from_shrinking_is_measured_and_written_back_when_it_can(
+    sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("scavenger.ledger.wal.PATIENCE_MS", 5)  # this test's clock has it tried with every commit
     upgrade(sqlite_url)
     log_file, bound = tmp_path / "state" / "ledger.sqlite3-wal", 1_000_000
     reader = sqlite3.connect(tmp_path / "state" / "ledger.sqlite3", isolation_level=None)
@@ -518,6 +522,97 @@ def test_a_log_that_a_reader_keeps_from_shrinking_is_measured_and_written_back_w
         assert small["event"] == "ledger's log is small again"
     reader.close()
     assert subjects(sqlite_url) == list(range(42))
+
+
+def read_on_and_on(path: Path, hold_s: float, stop: threading.Event) -> None:
+    """Short transactions, one after the other."""
+    connection = sqlite3.connect(f"file:{path}?mode=ro", uri=True, isolation_level=None)
+    while not stop.is_set():
+        connection.execute("BEGIN")
+        connection.execute("SELECT count(*) FROM events WHERE id < 10").fetchone()
+        stop.wait(hold_s)
+        connection.execute("COMMIT")
+    connection.close()
+
+
+def test_short_readers_that_overlap_all_the_time_do_not_let_the_log_grow(sqlite_url: str, tmp_path: Path) -> None:
+    upgrade(sqlite_url)
+    bound, stop, largest = 500_000, threading.Event(), 0
+    clock = count(step=2)
+    path = tmp_path / "state" / "ledger.sqlite3"
+    readers = [threading.Thread(target=read_on_and_on, args=(path, 0.02 + 0.007 * n, stop)) for n in range(4)]
+    with witness(sqlite_url, most_wal_bytes=bound, checkpoint_bytes=bound // 2, now=lambda: float(next(clock))) as w:
+        for thread in readers:
+            thread.start()
+        try:
+            for ticket in range(200):
+                w.writer.submit(ticket, [event(ticket, 20_000)])
+                w.wait_ticket(ticket)
+                largest = max(largest, w.writer.wal_bytes)
+        finally:
+            stop.set()
+            for thread in readers:
+                thread.join()
+        assert w.writer.wal.written_back >= 3
+    assert largest < 4 * bound, "of about 6 MB that were written"
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="no /proc: which files a process has open is not told")
+def test_the_writer_makes_no_temporary_file(sqlite_url: str) -> None:
+    """They would lie in /tmp, and a full /tmp would stall it."""
+    upgrade(sqlite_url)
+    engine = open_engine(sqlite_url)
+    with transaction.open_connection(engine) as connection, connection.begin():
+        assert connection.exec_driver_sql("PRAGMA temp_store").scalar() == 2
+        connection.exec_driver_sql("CREATE TEMP TABLE v (x)")
+        # A thousand pages: more than SQLite keeps of a temporary table before it asks for a file.
+        connection.exec_driver_sql(
+            "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 4000) INSERT INTO v SELECT randomblob(4000) FROM n"
+        )
+        opened = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    engine.dispose()
+    assert [name for name in opened if "etilqs" in name] == []
+
+
+def test_whether_a_batch_is_one_statement_is_decided_by_its_rows(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, int]] = []
+    run = transaction.sets.run
+
+    def noted(connection: sa.Connection, shape: transaction.sets.Shape, kinds: tuple[type, ...], values: list[tuple[object, ...]]) -> int:
+        asked.append((shape.table.name, len(values)))
+        return run(connection, shape, kinds, values)
+
+    monkeypatch.setattr(transaction.sets, "run", noted)
+    chunks = [r.ChunkAccepted(1, 1, at, b"\1\0\0\0", b"\0" * 4, b"\0\0\0\1", 1, 1, 0.5) for at in range(20)]
+    written(url, [[r.GroupCreated(1, 1, "train", 1, 0, 0, 1, b"", 64, 1, "{}", "{}", 1.0)], chunks])
+    assert asked == [("samples", 64)], "one group's samples, and not the one sample of twenty chunks"
+    engine = open_engine(url)
+    assert rows(engine, "SELECT count(*), max(accepted_len), sum(accepted_len) FROM samples").rows == ((64, 20, 20),)
+    engine.dispose()
+
+
+@pytest.mark.postgres
+def test_a_right_that_is_missing_and_a_lock_that_is_held_have_a_cause_and_a_remedy_of_their_own(postgres: sa.URL) -> None:
+    with made_site(postgres) as site:
+        upgrade(site.url(DAEMON))
+        assert site.grant().returncode == 0
+        with pytest.raises(LedgerError) as refused:
+            Writer(site.url("scavenger_read"), "host", 1, "test", time.time).start()
+        assert "role that was used may not do this: 42501: permission denied" in refused.value.cause
+        assert "scavenger_contents" in refused.value.remedy
+        holder = sa.create_engine(site.admin, poolclass=sa.NullPool)
+        with holder.connect() as holding, holding.begin():
+            holding.exec_driver_sql("LOCK TABLE generations")
+            mine = holding.exec_driver_sql("SELECT pg_backend_pid()").scalar()
+            impatient = store._postgres_engine(sa.make_url(site.url(DAEMON)), "-c lock_timeout=50")
+            with pytest.raises(sa.exc.DBAPIError) as locked:
+                transaction.grant_generation(impatient, "host", 1, "test", 1.0)
+            assert faults.explain(locked.value).startswith("somebody holds a lock on the ledger: 55P03")
+            assert faults.classify(locked.value) is WriterState.STALLED_LOCKED
+            query = faults.remedy(locked.value).split("`")[1]
+            assert mine in [row[0] for row in rows(impatient, query).rows], "the remedy's own query names the holder"
+            impatient.dispose()
+        holder.dispose()
 
 
 def test_the_log_is_written_back_by_the_watch_and_not_within_a_commit(sqlite_url: str, tmp_path: Path) -> None:
