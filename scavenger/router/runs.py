@@ -140,6 +140,7 @@ def _open(core: Core, conn: int, identity: Identity, call: Call, body: OpenRun, 
     elif (refusal := _open_fault(run, body)) is not None:
         core.send(conn, Reply(call.id, refusal))
         return
+    _supersede_opening(core, run)
     run.attempt += 1
     run.engine, run.harvest, run.max_engines, run.gpus_per_engine = body.engine, body.harvest, body.max_engines, body.gpus_per_engine
     run.poison_after, run.on_poison = body.poison_after, body.on_poison
@@ -161,6 +162,14 @@ def _open(core: Core, conn: int, identity: Identity, call: Call, body: OpenRun, 
         core.record(rec.StepsRewound(run.id, run.attempt, body.resume_step, core.now))
     run.last_step = body.resume_step
     core.read_history(run)
+
+
+def _supersede_opening(core: Core, run: Run) -> None:
+    """A trainer that still waits for its opening is told that a newer one came: unanswered, it would ask again and fence that one."""
+    if run.opening is not None:
+        conn, call_id, _ = run.opening
+        why = f"another trainer opened run {run.name!r} while this one waited"
+        core.send_durable(conn, Reply(call_id, Denied("stale", why, "end this job; only the newest trainer of a run goes on")))
 
 
 def _open_fault(run: Run, body: OpenRun) -> Denied | None:

@@ -23,6 +23,7 @@ from scavenger.wire import (
     PublishVersion,
     RecordCheckpoint,
     Reply,
+    RunOpened,
     Sampling,
     SetReserved,
     SubmitGroups,
@@ -190,3 +191,21 @@ def test_demand_says_how_many_engines_are_of_use_and_why() -> None:
     bench.open()
     bench.call(CloseRun("finished"))
     assert demand() == (0, "the run is over")
+
+
+def test_a_trainer_whose_opening_is_overtaken_is_told_and_does_not_ask_again() -> None:
+    """Unanswered it would repeat its OpenRun and fence the newer one; two that wait for a slow ledger would fence each other for ever."""
+    bench = Bench(auto=False)
+    assert bench.call(open_body(job_id=1), conn=1) is None
+    assert bench.call(open_body(job_id=1), conn=2) is None  # the same trainer, over another connection
+    assert bench.call(open_body(job_id=2), conn=3) is None
+    assert bench.take(2, Reply) == [], "not before the newer attempt is durable"
+    bench.settle()
+    (told,) = bench.take(2, Reply)
+    assert isinstance(told.body, Denied)
+    assert told.body.code == "stale"
+    assert "another trainer opened run 'r'" in told.body.reason
+    assert bench.take(1, Reply) == []
+    (opened,) = bench.take(3, Reply)
+    assert isinstance(opened.body, RunOpened)
+    assert opened.body.attempt == 2
