@@ -13,6 +13,8 @@ from scavenger.router import workers as wk
 from scavenger.router.events import Identity
 from scavenger.router.state import Core, Group, Run, Sample, SampleStatus, Version, Worker, WorkerStatus
 from scavenger.wire import (
+    MAX_CALL_SAMPLES,
+    MAX_GROUP_SAMPLES,
     MAX_MESSAGE_BYTES,
     PROTOCOL,
     Accepted,
@@ -233,6 +235,19 @@ def _spec_fault(run: Run, spec: GroupSpec) -> str:
     return ""
 
 
+def _size_fault(body: SubmitGroups) -> Denied | None:
+    """A short message may ask for many samples, which are made in one go: others would wait for that."""
+    large = next((spec for spec in body.groups if spec.n > MAX_GROUP_SAMPLES), None)
+    if large is not None:
+        why = f"prompt {large.prompt_index} asks for {large.n:,} samples, over the {MAX_GROUP_SAMPLES:,} of one group"
+        return Denied("invalid", why, "lower data.samples_per_prompt, or give the prompt to several groups")
+    total = sum(spec.n for spec in body.groups)
+    if total > MAX_CALL_SAMPLES:
+        why = f"{total:,} samples in one SubmitGroups, over the {MAX_CALL_SAMPLES:,} of one call"
+        return Denied("invalid", why, "submit the step's groups in several calls, as scavenger.client does")
+    return None
+
+
 def _submit(core: Core, run: Run, body: SubmitGroups) -> ReplyBody:
     if body.version not in run.versions:
         return Denied("invalid", f"version {body.version} was not published", "publish it first")
@@ -244,6 +259,9 @@ def _submit(core: Core, run: Run, body: SubmitGroups) -> ReplyBody:
     indices = [spec.prompt_index for spec in body.groups]
     if len(indices) != len(set(indices)):
         return Denied("invalid", f"step {body.step} names a prompt twice", "give each prompt its own prompt_index")
+    too_many = _size_fault(body)
+    if too_many is not None:
+        return too_many
     for spec in body.groups:
         fault = _spec_fault(run, spec)
         if fault:

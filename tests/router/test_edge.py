@@ -269,7 +269,7 @@ def test_a_trainer_that_computes_for_long_keeps_its_connection(daemon: LiveDaemo
         run.submit(1, 1, specs(2, 2))
         fleet[0].start()
         eventually(lambda: daemon.query("SELECT count(*) FROM groups WHERE delivered_attempt = 1") == [(2,)])
-        before, client.heard_at = client._socket, time.monotonic() - 60
+        before, client.patience.heard_at = client._socket, time.monotonic() - 60
         check_groups(collect(run, 2))
         assert client._socket is before
 
