@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -71,6 +72,19 @@ class SlowLink:
                 one.shutdown(socket.SHUT_RDWR)
 
 
+@contextlib.contextmanager
+def scripted(daemon: LiveDaemon) -> Iterator[ScriptedWorker]:
+    """A worker that is ended whatever happens."""
+    worker = ScriptedWorker(daemon.state_dir, daemon.worker_key("j"), "s")
+    try:
+        yield worker
+    finally:
+        worker.halt.set()
+        if worker.ident is not None:
+            worker.join(10)
+    assert worker.error is None
+
+
 def test_a_group_that_takes_longer_than_a_daemon_may_be_silent_comes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -78,8 +92,8 @@ def test_a_group_that_takes_longer_than_a_daemon_may_be_silent_comes(
     monkeypatch.setattr(clients, "SILENT_S", 0.4)
     with LiveDaemon(tmp_path / "state", payload_bytes=2**24) as daemon:
         here = keys.read_rendezvous(daemon.state_dir)
-        worker = ScriptedWorker(daemon.state_dir, daemon.worker_key("j"), "s")
-        with SlowLink(int(here.endpoint.rsplit(":", 1)[1]), rate=200_000) as link, Client.connect(daemon.state_dir) as first:
+        port = int(here.endpoint.rsplit(":", 1)[1])
+        with SlowLink(port, rate=200_000) as link, Client.connect(daemon.state_dir) as first, scripted(daemon) as worker:
             publish(open_run(first, daemon), 1)
             worker.start()
             slow = msgspec.structs.replace(here, endpoint=f"tcp://127.0.0.1:{link.port}")
@@ -92,16 +106,12 @@ def test_a_group_that_takes_longer_than_a_daemon_may_be_silent_comes(
                 found = collect(run, 2, timeout_s=30)
                 run.commit(1, 2, check_groups(found), {})
                 assert 3 <= link.connections < 9
-        worker.halt.set()
-        worker.join(10)
-        assert worker.error is None
     assert "a large group over a slow link" in capsys.readouterr().out
 
 
 def test_a_submission_over_a_calls_bound_is_made_in_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "MAX_CALL_SAMPLES", 6)
-    with LiveDaemon(tmp_path / "state") as daemon, Client.connect(daemon.state_dir) as client:
-        worker = ScriptedWorker(daemon.state_dir, daemon.worker_key("j"), "s")
+    with LiveDaemon(tmp_path / "state") as daemon, Client.connect(daemon.state_dir) as client, scripted(daemon) as worker:
         run = open_run(client, daemon)
         publish(run, 1)
         before = client._next_id
@@ -114,7 +124,4 @@ def test_a_submission_over_a_calls_bound_is_made_in_several(tmp_path: Path, monk
         run.commit(1, 1, check_groups(found), {})
         with pytest.raises(Refused, match="names a prompt twice"):
             run.submit(2, 1, (*specs(8, 2), specs(1)[0]))
-        worker.halt.set()
-        worker.join(10)
-        assert worker.error is None
     assert daemon.query("SELECT state, count(*) FROM samples GROUP BY state") == [("consumed", 16)]
