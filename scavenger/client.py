@@ -28,18 +28,15 @@ from scavenger import keys, wire
 from scavenger.config import RunConfig
 from scavenger.errors import CheckpointAhead, DaemonUnavailable, LedgerRestored, Refused, StaleAttempt, WireError
 from scavenger.keepalive import KeepAlive
+from scavenger.patience import SILENT_S, Patience
 from scavenger.weights import manifest as manifests
 from scavenger.weights.manifest import Manifest
 
 log = structlog.get_logger()
 
 PING_S = 1.0
-#: Silence after which the connection is made anew (the daemon answers a ping at once).
-SILENT_S = 4.0
 #: How often it is said that a daemon answers and does not commit.
 STALLED_LOG_S = 60.0
-#: A call that is not answered while other messages come: its reply was lost.
-LOST_REPLY_S = 20.0
 #: All samples are said to be complete, yet groups are missing here: attach again after this long.
 MISSING_S = 3.0
 
@@ -55,7 +52,8 @@ class Client:
         self._socket: zmq.Socket[bytes] | None = None
         self._next_id = 1
         self.generation = 0
-        self.heard_at = time.monotonic()
+        self.patience = Patience(time.monotonic())
+        self._rendezvous: keys.Rendezvous | None = None
         self._alive: list[KeepAlive] = []
 
     @classmethod
@@ -85,8 +83,19 @@ class Client:
         if self._socket is not None:
             self._socket.close(linger=0)
         self._socket = self._open(rendezvous)
-        self.generation = rendezvous.generation
-        self.heard_at = time.monotonic()
+        self.generation, self._rendezvous = rendezvous.generation, rendezvous
+        self.patience.connected(time.monotonic())
+
+    def is_silent(self) -> bool:
+        """Whether to give this connection up: nothing came for as long as it may take, or the daemon is another one by now."""
+        silent = self.patience.silence(time.monotonic())
+        return silent > self.patience.limit or (silent > SILENT_S and self._is_elsewhere())
+
+    def _is_elsewhere(self) -> bool:
+        try:
+            return keys.read_rendezvous(self._state_dir) != self._rendezvous
+        except DaemonUnavailable:
+            return True
 
     def _open(self, rendezvous: keys.Rendezvous | None = None) -> zmq.Socket[bytes]:
         rendezvous = rendezvous or keys.read_rendezvous(self._state_dir)
@@ -104,6 +113,7 @@ class Client:
         call = wire.Call(self._next_id, run, attempt, body)
         self._next_id += 1
         self._socket.send(wire.encode(call))
+        self.patience.asked(time.monotonic())
         return call.id
 
     def receive(self, timeout_s: float) -> wire.ToTrainer | None:
@@ -111,8 +121,9 @@ class Client:
         assert self._socket is not None
         if not self._socket.poll(max(0, int(timeout_s * 1000))):
             return None
-        self.heard_at = time.monotonic()
-        return wire.decode_to_trainer(self._socket.recv())
+        message = wire.decode_to_trainer(self._socket.recv())
+        self.patience.heard(time.monotonic(), group=isinstance(message, wire.GroupDone))
+        return message
 
     def open_run(
         self, config: RunConfig, *, engine: wire.EngineSpec, tokenizer: str, resume_step: int, host: str = "", job_id: int = 0
@@ -139,6 +150,19 @@ class Client:
             raise
         opening.opened(answer)
         return opening
+
+
+def _calls_of(groups: Sequence[wire.GroupSpec]) -> list[tuple[wire.GroupSpec, ...]]:
+    """A submission in parts that one call may hold; none is one empty part. A group over the bound alone is the daemon's to refuse."""
+    parts: list[list[wire.GroupSpec]] = [[]]
+    samples = 0
+    for spec in groups:
+        if parts[-1] and samples + spec.n > wire.MAX_CALL_SAMPLES:
+            parts.append([])
+            samples = 0
+        parts[-1].append(spec)
+        samples += spec.n
+    return [tuple(part) for part in parts]
 
 
 class Run:
@@ -180,11 +204,16 @@ class Run:
 
     def submit(self, step: int, version: int, groups: Sequence[wire.GroupSpec], purpose: str = "train") -> tuple[int, ...]:
         """Have groups generated with a published version; returns their ids. Raises `Refused`, for a prompt over the context too."""
-        answer = self.call(wire.SubmitGroups(step, version, purpose, tuple(groups)))
-        if not isinstance(answer, wire.Accepted):
-            raise WireError(f"the daemon answered SubmitGroups with {type(answer).__name__}")
-        self._submitted.update({group: (purpose, step) for group in answer.group_ids if group not in self._known})
-        return answer.group_ids
+        if len({spec.prompt_index for spec in groups}) != len(groups):  # the daemon would not see it over several calls
+            raise Refused(f"step {step} names a prompt twice", "give each prompt its own prompt_index")
+        ids: list[int] = []
+        for part in _calls_of(groups):
+            answer = self.call(wire.SubmitGroups(step, version, purpose, part))
+            if not isinstance(answer, wire.Accepted):
+                raise WireError(f"the daemon answered SubmitGroups with {type(answer).__name__}")
+            self._submitted.update({group: (purpose, step) for group in answer.group_ids if group not in self._known})
+            ids += answer.group_ids
+        return tuple(ids)
 
     def poll(self, timeout_s: float) -> list[wire.GroupDone]:
         """Completed groups that were not returned before; waits up to `timeout_s` for the first.
@@ -247,12 +276,22 @@ class Run:
                 return self._judge(message.body)
             if message is not None:
                 self._take(message)
-            now = time.monotonic()
-            lost = now - max(sent_at, self._client.heard_at) > SILENT_S or now - sent_at > LOST_REPLY_S
-            if lost or isinstance(message, wire.HelloAgain):
+            silent = self._client.is_silent()
+            if silent:
+                self._lose_patience()
+            if silent or self._client.patience.is_lost(time.monotonic(), sent_at) or isinstance(message, wire.HelloAgain):
                 self._recover(give_up)
                 call_id = self._client.send(self.name, self.attempt, body)
                 sent_at = time.monotonic()
+
+    def _lose_patience(self) -> None:
+        patience = self._client.patience
+        silent = patience.silence(time.monotonic())
+        patience.gave_up()
+        log.warning(
+            "nothing came from the daemon", run=self.name, silent_s=round(silent, 1), next_s=patience.limit,
+            cause="it is away, or its ledger waits, or one message takes longer than this to arrive: a large group over a slow link",
+        )  # fmt: skip
 
     def _judge(self, body: wire.ReplyBody) -> wire.ReplyBody:
         if isinstance(body, wire.Denied):
@@ -269,6 +308,7 @@ class Run:
                 if group_id not in self._known:
                     self._known[group_id] = (message.purpose, message.step)
                     self._arrived.append(message)
+                    self._complete_since = time.monotonic()  # others may be on their way
             case wire.Fleet():
                 self.fleet = message
             case wire.RunStopped(reason=reason, remedy=remedy):
@@ -323,7 +363,10 @@ class Run:
             log.warning("daemon away", run=self.name, cause=cause)
         elif now - self._warned_at > STALLED_LOG_S:
             self._warned_at = now
-            log.warning("the daemon answers but cannot commit", run=self.name, remedy="look at the daemon's log: its disk may be full")
+            log.warning(
+                "the daemon answers but cannot commit, or what it sends is long on its way", run=self.name,
+                remedy="look at the daemon's log: its disk may be full; else measure the link: one group may be too large for it",
+            )  # fmt: skip
 
     def _attach(self) -> bool:
         attach = wire.Attach(self.name, tuple(self._known), tuple(self._submitted), self.ledger)
@@ -331,12 +374,16 @@ class Run:
         if self._reserved is not None:
             bodies.append(self._reserved)
         for body in bodies:
-            call_id = self._client.send(self.name, self.attempt, body)
-            deadline = time.monotonic() + SILENT_S
+            call_id, sent_at = self._client.send(self.name, self.attempt, body), time.monotonic()
             while True:
-                message = self._client.receive(deadline - time.monotonic())
-                if message is None:
+                message = self._client.receive(0.2)
+                if self._client.is_silent():
+                    self._lose_patience()
                     return False
+                if self._client.patience.is_lost(time.monotonic(), sent_at):
+                    return False
+                if message is None:
+                    continue
                 if isinstance(message, wire.Reply) and message.id == call_id:
                     if isinstance(message.body, wire.Denied) and message.body.code in ("detached", "unknown-run"):
                         return False

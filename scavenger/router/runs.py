@@ -14,6 +14,8 @@ from scavenger.router.events import Identity
 from scavenger.router.policy import StepFinished, StepSubmitted, WindowMoved
 from scavenger.router.state import Core, Group, Run, Sample, SampleStatus, Version, Worker, WorkerStatus
 from scavenger.wire import (
+    MAX_CALL_SAMPLES,
+    MAX_GROUP_SAMPLES,
     MAX_MESSAGE_BYTES,
     PROTOCOL,
     Accepted,
@@ -142,6 +144,7 @@ def _open(core: Core, conn: int, identity: Identity, call: Call, body: OpenRun, 
     elif (refusal := _open_fault(run, body)) is not None:
         core.send(conn, Reply(call.id, refusal))
         return
+    _supersede_opening(core, run)
     run.attempt += 1
     run.engine, run.harvest, run.max_engines, run.gpus_per_engine = body.engine, body.harvest, body.max_engines, body.gpus_per_engine
     run.poison_after, run.on_poison = body.poison_after, body.on_poison
@@ -163,6 +166,14 @@ def _open(core: Core, conn: int, identity: Identity, call: Call, body: OpenRun, 
         core.record(rec.StepsRewound(run.id, run.attempt, body.resume_step, core.now))
     run.last_step = body.resume_step
     core.read_history(run)
+
+
+def _supersede_opening(core: Core, run: Run) -> None:
+    """A trainer that still waits for its opening is told that a newer one came: unanswered, it would ask again and fence that one."""
+    if run.opening is not None:
+        conn, call_id, _ = run.opening
+        why = f"another trainer opened run {run.name!r} while this one waited"
+        core.send_durable(conn, Reply(call_id, Denied("stale", why, "end this job; only the newest trainer of a run goes on")))
 
 
 def _open_fault(run: Run, body: OpenRun) -> Denied | None:
@@ -226,6 +237,19 @@ def _spec_fault(run: Run, spec: GroupSpec) -> str:
     return ""
 
 
+def _size_fault(body: SubmitGroups) -> Denied | None:
+    """A short message may ask for many samples, which are made in one go: others would wait for that."""
+    large = next((spec for spec in body.groups if spec.n > MAX_GROUP_SAMPLES), None)
+    if large is not None:
+        why = f"prompt {large.prompt_index} asks for {large.n:,} samples, over the {MAX_GROUP_SAMPLES:,} of one group"
+        return Denied("invalid", why, "lower data.samples_per_prompt, or give the prompt to several groups")
+    total = sum(spec.n for spec in body.groups)
+    if total > MAX_CALL_SAMPLES:
+        why = f"{total:,} samples in one SubmitGroups, over the {MAX_CALL_SAMPLES:,} of one call"
+        return Denied("invalid", why, "submit the step's groups in several calls, as scavenger.client does")
+    return None
+
+
 def _submit(core: Core, run: Run, body: SubmitGroups) -> ReplyBody:
     if body.version not in run.versions:
         return Denied("invalid", f"version {body.version} was not published", "publish it first")
@@ -237,6 +261,9 @@ def _submit(core: Core, run: Run, body: SubmitGroups) -> ReplyBody:
     indices = [spec.prompt_index for spec in body.groups]
     if len(indices) != len(set(indices)):
         return Denied("invalid", f"step {body.step} names a prompt twice", "give each prompt its own prompt_index")
+    too_many = _size_fault(body)
+    if too_many is not None:
+        return too_many
     for spec in body.groups:
         fault = _spec_fault(run, spec)
         if fault:

@@ -11,12 +11,10 @@ from typing import NamedTuple
 
 from scavenger.ledger import records as rec
 from scavenger.router.policy import SampleFinished
-from scavenger.router.state import Core, Group, Run, Sample, SampleStatus, Worker, WorkerStatus
+from scavenger.router.state import REFUSALS_TOLD, Core, Group, Run, Sample, SampleStatus, Worker, WorkerStatus
 from scavenger.wire import Ack, Assign, Chunk, DoneSample, GroupDone, Held, Lease, Revoke, RunStopped
 
 ASSIGN_BYTES = 4 * 1024 * 1024
-#: Refused chunks of one worker that become events; after these every hundredth does, the others are counted.
-REFUSALS_TOLD = 100
 
 
 class Fault(NamedTuple):

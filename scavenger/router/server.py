@@ -283,9 +283,11 @@ class Server:
 
     def _garbage(self, routing_id: bytes, public_key: str, error: WireError, *, retry: bool) -> None:
         """Refuse and record. `retry`: too large before a hello, as the tokens of a worker whose daemon was restarted under it may be."""
-        log.warning("garbage", key=public_key, cause=error.cause)
-        self.router.core.count("garbage")
-        self.write([Event("garbage", 0, public_key, error.cause, "{}", self._clock())])
+        core = self.router.core
+        core.count("garbage")
+        if core.told(public_key):
+            log.warning("garbage", key=public_key, cause=error.cause, so_far=core.nonsense[public_key])
+            self.write([Event("garbage", 0, public_key, error.cause, "{}", self._clock())])
         self._push(routing_id, wire.encode(wire.Rejected(error.cause, "run workers, trainer and daemon of one release", retry)))
 
     async def _tick(self) -> None:

@@ -20,6 +20,9 @@ from scavenger.router.policy import NewPolicy, RouterPolicy, Standard
 from scavenger.router.queue import Queue
 from scavenger.wire import Assign, EngineSpec, Fleet, GroupDone, Message, OpenRun, SampleKey, Sampling, WeightSource
 
+#: Refusals of one worker, or of one key, that become events; after these every hundredth does, the others are counted.
+REFUSALS_TOLD = 100
+
 
 class IllegalTransition(Exception):
     """A bug: the core tried a step that the table does not hold. Names the sample, its state and the step; nothing was changed."""
@@ -311,6 +314,7 @@ class Core:
         self.next_run_id = self.next_group_id = self.next_sample_id = self.next_worker_id = 1
         self.counters: dict[str, int] = {}
         self.new_policy: NewPolicy = lambda _run: Standard()
+        self.nonsense: dict[str, int] = {}  # public key -> what it sent and nobody could use
         self.now = 0.0
         self._ticket = self._settled = 0
         self._records: list[rec.Record] = []
@@ -380,6 +384,11 @@ class Core:
         """Count something, and write it to the ledger's events."""
         self.count(kind)
         self.record(rec.Event(kind, run_id, subject, reason, msgspec.json.encode(detail).decode(), self.now))
+
+    def told(self, public_key: str) -> bool:
+        """Count nonsense of a key. Whether to write it down: one key must not fill the ledger."""
+        so_far = self.nonsense[public_key] = self.nonsense.get(public_key, 0) + 1
+        return so_far <= REFUSALS_TOLD or so_far % REFUSALS_TOLD == 0
 
     def count(self, name: str, by: int = 1) -> None:
         self.counters[name] = self.counters.get(name, 0) + by

@@ -55,7 +55,10 @@ def hello(core: Core, conn: int, identity: Identity, hello: WorkerHello) -> None
     refusal = _hello_fault(core, identity, hello)
     if refusal is not None:
         if not refusal.retry:
-            core.event("hello_refused", 0, hello.run, refusal.reason, node=hello.node, job_id=hello.job_id)
+            if core.told(identity.public_key):
+                core.event("hello_refused", 0, hello.run, refusal.reason, node=hello.node, job_id=hello.job_id)
+            else:
+                core.count("hello_refused")
         # Refused, its job would fail: counted against its node. A worker of another release is asked to leave instead.
         drained = hello.kind == "harvested" and not _speaks(hello)
         core.send(conn, Drain(f"{refusal.reason}; {refusal.remedy}") if drained else refusal)

@@ -27,6 +27,8 @@ from scavenger.wire.codec import (
     unpack_tokens,
 )
 from scavenger.wire.common import (
+    MAX_CALL_SAMPLES,
+    MAX_GROUP_SAMPLES,
     MAX_HELLO_BYTES,
     MAX_MESSAGE_BYTES,
     MAX_WORDS,
@@ -105,6 +107,8 @@ from scavenger.wire.worker import (
 )
 
 __all__ = [
+    "MAX_CALL_SAMPLES",
+    "MAX_GROUP_SAMPLES",
     "MAX_HELLO_BYTES",
     "MAX_MESSAGE_BYTES",
     "MAX_WORDS",

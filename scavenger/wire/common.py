@@ -15,6 +15,9 @@ PROTOCOL = 3
 #: The oldest protocol that a daemon of this version still accepts from a worker.
 OLDEST_PROTOCOL = 1
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+#: Samples of one group, and of one SubmitGroups: the daemon makes them in one go, and meanwhile serves nobody else.
+MAX_GROUP_SAMPLES = 4096
+MAX_CALL_SAMPLES = 16384
 #: What an unauthenticated or not yet greeted peer may send at most.
 MAX_HELLO_BYTES = 64 * 1024
 

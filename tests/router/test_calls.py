@@ -9,6 +9,7 @@ from scavenger.ledger.records import CheckpointRecorded
 from scavenger.router.events import Identity, TrainerCalled
 from scavenger.wire import (
     Accepted,
+    Assign,
     Call,
     CloseRun,
     Denied,
@@ -23,6 +24,7 @@ from scavenger.wire import (
     PublishVersion,
     RecordCheckpoint,
     Reply,
+    RunOpened,
     Sampling,
     SetReserved,
     SubmitGroups,
@@ -102,7 +104,9 @@ def test_a_commit_of_unfinished_samples_or_impossible_outcomes_is_refused() -> N
         ((GroupSpec(0, b"", 2, Sampling(8)),), "has no tokens"),
         ((GroupSpec(0, pack_tokens([1]), 0, Sampling(8)),), "asks for 0 samples"),
         ((GroupSpec(0, pack_tokens([1]), 1, Sampling(0)),), "of 0 tokens"),
-        ((GroupSpec(0, pack_tokens([1]), 10**6, Sampling(8)),), "answers may make a message of"),
+        ((GroupSpec(0, pack_tokens([1]), 2, Sampling(8), meta="m" * 2**24),), "answers may make a message of"),
+        ((GroupSpec(0, pack_tokens([1]), 4097, Sampling(1)),), "asks for 4,097 samples, over the 4,096 of one group"),
+        (tuple(GroupSpec(i, pack_tokens([1]), 4096, Sampling(1)) for i in range(5)), "20,480 samples in one SubmitGroups, over the 16,384"),
         (specs(1) + specs(1), "names a prompt twice"),
     ],
 )
@@ -190,3 +194,42 @@ def test_demand_says_how_many_engines_are_of_use_and_why() -> None:
     bench.open()
     bench.call(CloseRun("finished"))
     assert demand() == (0, "the run is over")
+
+
+def test_a_trainer_whose_opening_is_overtaken_is_told_and_does_not_ask_again() -> None:
+    """Unanswered it would repeat its OpenRun and fence the newer one; two that wait for a slow ledger would fence each other for ever."""
+    bench = Bench(auto=False)
+    assert bench.call(open_body(job_id=1), conn=1) is None
+    assert bench.call(open_body(job_id=1), conn=2) is None  # the same trainer, over another connection
+    assert bench.call(open_body(job_id=2), conn=3) is None
+    assert bench.take(2, Reply) == [], "not before the newer attempt is durable"
+    bench.settle()
+    (told,) = bench.take(2, Reply)
+    assert isinstance(told.body, Denied)
+    assert told.body.code == "stale"
+    assert "another trainer opened run 'r'" in told.body.reason
+    assert bench.take(1, Reply) == []
+    (opened,) = bench.take(3, Reply)
+    assert isinstance(opened.body, RunOpened)
+    assert opened.body.attempt == 2
+
+
+def test_several_submissions_of_one_step_are_one_step() -> None:
+    """As a client makes them of one that is over a call's bound: the fleet is sized for all, and the step is committed with all."""
+    bench = started(n=1)
+    finish_all(bench, W1, bench.join(W1))
+    bench.commit_step(1, [1])
+    many = specs(5, 2)
+    first, second = bench.submit(2, groups=many[:3]), bench.submit(2, groups=many[3:])
+    assert isinstance(first, Accepted)
+    assert isinstance(second, Accepted)
+    assert bench.router.core.runs["r"].step_samples == 10
+    assert bench.submit(2, groups=many[:3]) == first, "a repeat of one part makes nothing anew"
+    assert bench.router.core.runs["r"].step_samples == 10
+    lost = bench.commit_step(2, [2, 3, 4, 5, 6, 7])
+    assert isinstance(lost, Denied)
+    while any(not s.done for s in bench.router.core.samples.values()):
+        leases = [lease for assign in bench.take(W1, Assign) for lease in assign.leases]
+        assert leases
+        finish_all(bench, W1, leases)
+    assert isinstance(bench.commit_step(2, list(range(2, 12))), Ok)

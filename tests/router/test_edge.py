@@ -141,6 +141,20 @@ def test_what_no_peer_should_send_is_refused_recorded_and_survived(daemon: LiveD
         bad.await_kind(wire.Welcome)
 
 
+def test_one_key_does_not_fill_the_ledger_with_its_garbage(daemon: LiveDaemon) -> None:
+    with Client.connect(daemon.state_dir) as client, Peer(daemon.state_dir, daemon.worker_key("j")) as bad:
+        run = open_run(client, daemon)
+        for _ in range(350):
+            bad.say(b"garbage")
+        eventually(lambda: daemon.server.router.core.counters.get("garbage") == 350)
+        with Peer(daemon.state_dir, daemon.worker_key("k")) as other:
+            other.say(b"garbage of another")
+            eventually(lambda: daemon.server.router.core.counters.get("garbage") == 351)
+        publish(run, 1)  # the daemon goes on, and what was written before this is durable
+        rows = daemon.query("SELECT subject, count(*) FROM events WHERE kind = 'garbage' GROUP BY subject ORDER BY 2")
+        assert [count for _, count in rows] == [1, 102]  # the first hundred, the 200th and the 300th
+
+
 def test_a_frame_over_the_transports_limit_costs_its_sender_the_connection_and_nobody_else(daemon: LiveDaemon) -> None:
     with Client.connect(daemon.state_dir) as client, Peer(daemon.state_dir, daemon.worker_key("j")) as bad:
         run = open_run(client, daemon)
@@ -269,7 +283,7 @@ def test_a_trainer_that_computes_for_long_keeps_its_connection(daemon: LiveDaemo
         run.submit(1, 1, specs(2, 2))
         fleet[0].start()
         eventually(lambda: daemon.query("SELECT count(*) FROM groups WHERE delivered_attempt = 1") == [(2,)])
-        before, client.heard_at = client._socket, time.monotonic() - 60
+        before, client.patience.heard_at = client._socket, time.monotonic() - 60
         check_groups(collect(run, 2))
         assert client._socket is before
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from scavenger import client as clients
-from scavenger import keepalive, keys, wire
+from scavenger import keepalive, keys, patience, wire
 from scavenger.client import Client
 from scavenger.errors import DaemonUnavailable
 from scavenger.router import server as servers
@@ -32,6 +32,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keepalive, "PING_S", 0.1)
     monkeypatch.setattr(keepalive, "SILENT_S", 0.5)
     monkeypatch.setattr(clients, "SILENT_S", 0.5)
+    monkeypatch.setattr(patience, "SILENT_S", 0.5)
 
 
 # ---------------------------------------------------------------- the core

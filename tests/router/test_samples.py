@@ -7,10 +7,9 @@ import math
 import msgspec
 import pytest
 
-from scavenger.router import samples as sm
 from scavenger.router.events import JobGone
 from scavenger.router.placement import Slots, Waiting, place
-from scavenger.router.state import TRANSITIONS, IllegalTransition, SampleStatus
+from scavenger.router.state import REFUSALS_TOLD, TRANSITIONS, IllegalTransition, SampleStatus
 from scavenger.wire import (
     Accepted,
     Ack,
@@ -112,7 +111,7 @@ def test_a_worker_that_is_refused_all_the_time_does_not_fill_the_ledger() -> Non
     stale = chunk_of(lease.sample_id, 9, 1, 0, 2)
     for _ in range(250):
         bench.say(W1, Chunks((stale,)))
-    assert len(bench.events("chunk_refused")) == sm.REFUSALS_TOLD + 1
+    assert len(bench.events("chunk_refused")) == REFUSALS_TOLD + 1
     assert bench.router.core.counters["chunk_refused"] == 250
 
 

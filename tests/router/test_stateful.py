@@ -19,6 +19,8 @@ from tests.router.world import World
 
 NAMES = st.integers(10, 14)
 FEW = st.integers(1, 3)
+#: Trainers are named from here on: a name is one peer's, and an example may start as many trainers as it has steps.
+TRAINERS = 100
 
 
 class RouterMachine(RuleBasedStateMachine):
@@ -27,7 +29,7 @@ class RouterMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.world = World()
-        self.trainers = 1
+        self.trainers = TRAINERS
         self.spawned = 0
 
     def do(self, *op: Any) -> None:
@@ -36,7 +38,7 @@ class RouterMachine(RuleBasedStateMachine):
 
     @initialize(moments=st.integers(1, 6), workers=st.integers(1, 3))
     def begin(self, moments: int, workers: int) -> None:
-        self.do("train", 1, "r", 0, False)
+        self.do("train", self.trainers, "r", 0, False)
         for name in range(10, 10 + workers):
             self.do("spawn", name, "harvested", "r", f"i{name}", f"n{name % 3}")
         self.do("serve", moments)

@@ -372,3 +372,11 @@ def test_evictions_are_remembered_within_a_bound(monkeypatch: pytest.MonkeyPatch
     for number in range(8):
         assert in_slot(bench, 40 + number, f"s{number}") == []
     assert list(bench.router.core.runs["r"].evicted) == ["s4", "s5", "s6"]
+
+
+def test_one_key_does_not_fill_the_ledger_with_refused_hellos() -> None:
+    bench = started()
+    for _ in range(350):
+        bench.hello(W1, protocol=99, kind="reserved")
+    assert len(bench.events("hello_refused")) == 102
+    assert bench.router.core.counters["hello_refused"] == 350

@@ -35,6 +35,7 @@ class World(Site):
         """A job starts, or is started again (requeued): one incarnation more."""
         if name in self.workers or run not in self.campaigns:
             return
+        assert name not in self.trainers, f"{name} is a trainer's name: ops on it would reach the wrong peer"
         incarnation = 0
         if kind == "harvested":
             if intent in self.incarnations:
@@ -209,6 +210,7 @@ class World(Site):
         """A trainer of a run starts: the first, or one more, from a checkpoint; `other`: its weights come out different."""
         if name in self.trainers:
             return
+        assert name not in self.workers, f"{name} is a worker's name: ops on it would reach the wrong peer"
         campaign = self.campaigns.setdefault(run, Campaign(run, POISON[run]))
         alive = [t for t in self.trainers.values() if t.campaign is campaign and not t.dead]
         for one in alive:
