@@ -8,12 +8,12 @@ import stat
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
-from click.testing import Result
 from structlog.testing import capture_logs
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from scavenger import daemon, keys, toml
 from scavenger.cli import app
@@ -145,7 +145,7 @@ def play_daemon(tmp_path: Path, *, fenced: bool) -> tuple[Status, Status, Result
     """A daemon's life on a ledger of its own: its status while it serves and after, and the command's answers then."""
     state_dir, config = tmp_path / "state", tmp_path / "scavenger.toml"
     keys.init_state(state_dir, "ada")
-    document = {"daemon": {"state_dir": str(state_dir)}, "harvest": {"enabled": False}}
+    document: dict[str, dict[str, Any]] = {"daemon": {"state_dir": str(state_dir)}, "harvest": {"enabled": False}}
     config.write_text(toml.dumps(document))
     settings = DaemonConfig.model_validate(document)
 
