@@ -53,6 +53,7 @@ def _rest(table: sa.Table) -> dict[str, Any]:
 def _rows(c: sa.Connection, samples: int, tokens: int) -> None:
     spec = '{"name": "bench", "model_config": "{}", "dtype": "float32", "max_batch": 4096, "context_length": 20000}'
     now = time.time()
+    c.execute(sa.insert(t.generations), _rest(t.generations) | {"generation": 1, "host": "h", "started_at": now, "superseded_at": now})
     c.execute(sa.insert(t.runs), _rest(t.runs) | {
         "run_id": 1, "name": "bench", "owner_key": "k", "seed": 0, "config": "{}", "engine": spec, "tokenizer": "",
         "created_at": now, "state": "active", "reason": "", "attempt": 1, "resume_step": 0, "last_step": 0, "last_version": 1,

@@ -6,6 +6,7 @@ import getpass
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -152,11 +153,16 @@ def check_config(
 
 @app.command("status")
 def show_status(config_path: ConfigOption = DEFAULT_CONFIG) -> None:
-    """What the daemon last said of itself: its ledger's state and backlog, the log's size, tokens in memory."""
+    """What the daemon last said of itself: ledger, backlog, tokens in memory. Exit code 1 when none serves."""
+    from scavenger import ownership
     from scavenger.observe import status
 
-    for line in status.lines(status.read(config.read_daemon(config_path).daemon.state_dir), time.time()):
+    seen, now = status.read(config.read_daemon(config_path).daemon.state_dir), time.time()
+    runs = ownership.process_state(seen.pid) not in ("", "Z") if seen.host == socket.gethostname() else None
+    for line in status.lines(seen, now, runs):
         print(line)
+    if status.absent(seen, now, runs):
+        raise typer.Exit(1)
 
 
 def _end_with_stdin() -> None:

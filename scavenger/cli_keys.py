@@ -45,4 +45,5 @@ def add(
 @app.command("retire")
 def retire(name: Name, config_path: ConfigOption = DEFAULT_CONFIG) -> None:
     """Accept only the owner's newest key; sessions under older ones end within seconds. The runs stay the owner's."""
-    print(f"{keys.retire_owner_keys(config.read_daemon(config_path).daemon.state_dir, name)} keys retired")
+    retired = keys.retire_owner_keys(config.read_daemon(config_path).daemon.state_dir, name)
+    print(f"{retired} {'key' if retired == 1 else 'keys'} retired")

@@ -53,7 +53,7 @@ def check_command(config_path: ConfigOption = DEFAULT_CONFIG) -> None:
     problems = reports.check(config.read_daemon(config_path).ledger_url)
     for problem in problems:
         print(problem)
-    print("the ledger is sound" if not problems else f"{len(problems)} problems")
+    print("the ledger is sound" if not problems else reports.counted(len(problems), "problem"))
     sys.exit(1 if problems else 0)
 
 
@@ -106,6 +106,9 @@ def purge_command(
 
     url = config.read_daemon(config_path).ledger_url
     found = purge.survey(url, run)
+    if found.gone:
+        print(f"run {run!r} ({found.run_id}) {found.gone} and holds nothing")
+        return
     print(f"run {run!r} ({found.run_id}) holds {_told(found)}")
     if not yes and not typer.confirm("delete them for good?"):
         print("nothing was deleted")

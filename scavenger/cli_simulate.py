@@ -172,7 +172,8 @@ def _look(config_path: Path, partition: str, gpus: int, engines: int | None, sch
     settings = _settings(config_path, partition)
     cluster = choose.backend(settings)
     try:
-        info, view = cluster.info(), cluster.view()
+        info = choose.answer(cluster)
+        view = cluster.view()
     finally:
         cluster.close()
     now = time.time()

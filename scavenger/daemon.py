@@ -17,12 +17,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import structlog
 
 from scavenger import __version__, interpreter, keys, ownership
 from scavenger.cluster.port import Cluster
 from scavenger.config import DaemonConfig
-from scavenger.errors import AuthError, Fenced, LedgerError
+from scavenger.errors import AuthError, Fenced, LedgerError, ScavengerError
 from scavenger.harvest.driver import Harvester
 from scavenger.ledger import reader, retention, store
 from scavenger.ledger.faults import REMEDIES
@@ -83,6 +84,7 @@ class Daemon:
         payloads = PayloadStore(self.config.daemon.payload_memory_mb * 2**20)
         router = Router(limits_of(self.config), generation, payloads, generation.timeline, generation.restored)
         self.server = server = Server(router, writer, self.keyring, pair, self.clock, self._history, payloads, self._payloads)
+        look = functools.partial(self._status, server, writer, payloads, self.clock())
         try:
             snapshot = reader.read_snapshot(writer.engine)
             self._allow_owners()
@@ -94,10 +96,13 @@ class Daemon:
             interpreter.tune()
             self._tell_history(server, generation)
             await self._announce(server, pair.public, port, generation)
-            look = functools.partial(self._status, server, writer, payloads, self.clock())
             await self._serve(server, harvester, self._keeper(server, writer), look)
+        except BaseException as error:
+            self.failure = self.failure or error
+            raise
         finally:
             await asyncio.to_thread(writer.close)
+            await asyncio.to_thread(self._tell_end, look())
             server.close()
             self._ownership.close()
         if self.failure is not None:
@@ -207,7 +212,18 @@ class Daemon:
             self.clock(), writer.generation, socket.gethostname(), os.getpid(), started_at, str(writer.state), writer.reason,
             writer.backlog, writer.backlog_bytes, writer.wal.nbytes, writer.wal.written_back, writer.wal.blocked,
             payloads.nbytes, payloads.bound, payloads.evictions, server.office.reads,
+            database=writer.engine.dialect.name,
         )  # fmt: skip
+
+    def _tell_end(self, seen: status.Status) -> None:
+        """The last figures say how it ended, or `scavenger status` would go on calling this daemon well."""
+        failure = self.failure
+        state = status.CLOSED if failure is None else status.FENCED if isinstance(failure, Fenced) else status.FAILED
+        reason = failure.cause if isinstance(failure, ScavengerError) else type(failure).__name__ if failure else ""
+        try:
+            status.write_last(self.state_dir, msgspec.structs.replace(seen, state=state, reason=reason, stopped_at=self.clock()))
+        except OSError as error:
+            log.warning("the end is not in the status file", path=str(status.path(self.state_dir)), reason=str(error))
 
     async def _history(self, run_id: int, after_step: int) -> tuple[GroupState, ...]:
         # Behind the record that grants the attempt: from then on neither retention nor a purge takes what is about to be read.

@@ -18,15 +18,16 @@ from scavenger.config import DaemonConfig
 from scavenger.errors import LedgerError, ScavengerError
 from scavenger.harvest.policy import Submit
 from scavenger.harvest.script import job_spec, read_template
-from scavenger.ledger import reader, store
+from scavenger.ledger import queries, reader, schema, store
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One check's result. `problem`: cause and remedy, "" where all is well."""
+    """One check's result. `problem`: cause and remedy, "" where all is well. `note`: what a daemon would do first."""
 
     what: str
     problem: str
+    note: str = ""
 
 
 def explain(config: DaemonConfig, user: str, host: str) -> list[str]:
@@ -69,25 +70,38 @@ def check(config: DaemonConfig) -> Iterator[Finding]:
 
 def _ask(what: str, function: Callable[[], object]) -> Finding:
     try:
-        function()
+        note = function()
     except ScavengerError as error:
         return Finding(what, str(error))
-    return Finding(what, "")
+    return Finding(what, "", note if isinstance(note, str) else "")
 
 
-def _ledger(config: DaemonConfig) -> None:
+def _ledger(config: DaemonConfig) -> str:
     path = store.sqlite_file(config.ledger_url)
     if path is None:
-        engine = store.open_readonly(config.ledger_url)
-        try:
-            reader.rows(engine, "SELECT 1")
-        finally:
-            engine.dispose()
-        return
+        return _postgres(config.ledger_url)
     store.refuse_network_file_system(path.parent)
-    place = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    if not os.access(place, os.W_OK):
-        raise LedgerError(f"the ledger {path} cannot be written: {getpass.getuser()} may not write {place}", "check its owner and mode")
+    folder = next(folder for folder in path.absolute().parents if folder.exists())
+    for place in (path, folder) if path.exists() else (folder,):  # its log and index lie beside it
+        if not os.access(place, os.W_OK):
+            raise LedgerError(f"the ledger {path} cannot be written: {getpass.getuser()} may not write {place}", "check its owner and mode")
+    if path.exists():
+        return ""
+    return "its file is not there yet" if folder == path.absolute().parent else f"the folder {path.parent} is not there yet; it is made"
+
+
+def _postgres(url: str) -> str:
+    engine = store.open_readonly(url)
+    try:
+        tables = [*schema.metadata.tables, "alembic_version"]
+        ((problem,),) = reader.rows(engine, queries.load("may_write"), {"tables": tables}).rows
+        if problem:
+            remedy = "name the daemon's own role in daemon.ledger, which owns the tables"
+            raise LedgerError(f"the ledger cannot be written: {problem}", remedy)
+        (there,) = reader.rows(engine, "SELECT to_regclass('alembic_version') IS NOT NULL").rows[0]
+    finally:
+        engine.dispose()
+    return "" if there else "its tables are not there yet; they are made"
 
 
 def _template(config: DaemonConfig) -> None:
@@ -109,6 +123,6 @@ def report(path: Path, config: DaemonConfig) -> tuple[list[str], bool]:
     said = [f"{path} is well-formed. It means:", *(f"  {line}" for line in explain(config, getpass.getuser(), socket.gethostname()))]
     said.append("A daemon that starts with it now:")
     for finding in findings:
-        said += [f"  {'ok     ' if not finding.problem else 'REFUSED'}  {finding.what}"]
+        said += [f"  {'ok     ' if not finding.problem else 'REFUSED'}  {finding.what}{f' ({finding.note})' if finding.note else ''}"]
         said += [f"           {line}" for line in finding.problem.splitlines()]
     return said, not any(finding.problem for finding in findings)

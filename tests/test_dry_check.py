@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,26 @@ def test_all_that_a_daemon_would_refuse_is_told_at_once(tmp_path: Path, monkeypa
     assert refused == ["state and keys", "ledger", "job template", "cluster and partition"]
     for text in ("scavenger init", "network file system (nfs4)", "nowhere.j2", "sbatch is not on PATH"):
         assert text in said
+
+
+def test_a_ledger_that_is_not_there_yet_is_said_to_be_made(tmp_path: Path) -> None:
+    path = written(tmp_path, daemon={"ledger": f"sqlite:///{tmp_path}/a/b/ledger.sqlite3"}, harvest={"enabled": False})
+    found = {finding.what: finding for finding in dry_check.check(read_daemon(path))}
+    assert (found["ledger"].problem, found["ledger"].note) == ("", f"the folder {tmp_path}/a/b is not there yet; it is made")
+    assert f"ok       ledger (the folder {tmp_path}/a/b is not there yet; it is made)" in asked(path)[1]
+    (tmp_path / "a/b").mkdir(parents=True)
+    assert [f.note for f in dry_check.check(read_daemon(path)) if f.what == "ledger"] == ["its file is not there yet"]
+    store.upgrade(read_daemon(path).ledger_url)
+    assert [f.note for f in dry_check.check(read_daemon(path)) if f.what == "ledger"] == [""]
+
+
+def test_a_folder_in_which_sqlite_cannot_keep_its_log_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(tmp_path, daemon={"ledger": f"sqlite:///{tmp_path}/a/ledger.sqlite3"}, harvest={"enabled": False})
+    store.upgrade(read_daemon(path).ledger_url)
+    access = os.access  # root, as which tests may run, may write anywhere
+    monkeypatch.setattr(os, "access", lambda place, mode: Path(place) != tmp_path / "a" and access(place, mode))
+    (found,) = (f for f in dry_check.check(read_daemon(path)) if f.what == "ledger")
+    assert f"may not write {tmp_path}/a" in found.problem
 
 
 def test_a_partition_that_is_in_others_way_is_refused(tmp_path: Path) -> None:

@@ -5,11 +5,13 @@ Owns the choice and its explanation; the backends do the work.
 
 from __future__ import annotations
 
+import re
 import shutil
 
 import structlog
 
 from scavenger.cluster.local import LocalCluster
+from scavenger.cluster.model import ClusterInfo
 from scavenger.cluster.port import Cluster
 from scavenger.cluster.slurm import SlurmCluster
 from scavenger.config import DaemonConfig
@@ -42,12 +44,21 @@ def backend(config: DaemonConfig) -> Cluster:
 def preflight(config: DaemonConfig, cluster: Cluster) -> None:
     """Refuse a harvest partition whose jobs could ever block others. Raises `ConfigError`."""
     if config.harvest.enabled:
-        harvest = config.harvest
-        try:
-            info = cluster.info()
-        except ClusterUnavailable:
-            raise
-        except ClusterError as error:
-            remedy = "try `scontrol ping`: the daemon needs a host with slurm.conf (or SLURM_CONF) and a controller that it reaches"
-            raise ConfigError(f"the cluster's commands do not work on this host: {error.cause}", error.remedy or remedy) from error
+        harvest, info = config.harvest, answer(cluster)
         checks.check(info, cluster.view().partitions, harvest.partition, harvest.qos)
+
+
+def answer(cluster: Cluster) -> ClusterInfo:
+    """What the cluster says of itself. Raises `ConfigError` with a remedy where its commands cannot work on this host."""
+    try:
+        return cluster.info()
+    except ClusterUnavailable:
+        raise
+    except ClusterError as error:
+        remedy = "try `scontrol ping`: this needs a host with slurm.conf (or SLURM_CONF) and a controller that it reaches"
+        raise ConfigError(f"the cluster's commands do not work on this host: {_short(error.cause)}", error.remedy or remedy) from error
+
+
+def _short(cause: str) -> str:
+    """The last complaint of a command that says several, each after "error:" or "fatal:": the one that it gave up for."""
+    return re.split(r"\b(?:error|fatal): ", cause)[-1].strip() or cause

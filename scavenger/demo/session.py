@@ -34,7 +34,10 @@ RUN_NAME = "demo"
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """`preempt_every_s`: mean seconds between two jobs of other users; 0 = nobody else comes."""
+    """`preempt_every_s`: mean seconds between two jobs of other users; 0 = nobody else comes.
+
+    `time_limit_s`: for the training job from its start, whatever booting and warming up took; its wait in the queue has as long.
+    """
 
     out: Path
     backend: str = "auto"
@@ -186,15 +189,16 @@ def _watch(options: DemoOptions, site: Site, job: int, others: Others | None, sc
     """Refresh the display and play the other users until the training job has left the queue."""
     engine = store.open_readonly(site.ledger_url)
     trained_since: float | None = None
+    deadline = Deadline(options.time_limit_s, time.monotonic())
     try:
         while True:
             now = time.monotonic()
-            if now - screen.started > options.time_limit_s:
-                raise ScavengerError(f"the demo did not end within {options.time_limit_s:.0f} s", f"look at {site.dir / 'train.log'}")
             seen = _read(engine)
             if seen is not None and seen.trained() and trained_since is None:
                 trained_since = now  # others arrive once training runs: before that there is nothing to take back
             state = _observe(site, job, others)
+            if late := deadline.passed(state, now):
+                raise ScavengerError(late, f"look at {_telling_log(site.dir)}")
             if others is not None and trained_since is not None:
                 _arrive(site, others, now - trained_since)
             phase = "training while others take GPUs back" if trained_since else "starting the training job"
@@ -207,6 +211,27 @@ def _watch(options: DemoOptions, site: Site, job: int, others: Others | None, sc
             time.sleep(max(0.0, REFRESH_S - (time.monotonic() - now)))  # the display's frame rate
     finally:
         engine.dispose()
+
+
+class Deadline:
+    """Two limits of `limit_s` each: for the training job's wait, from `since` on, and from when it is first seen to run. Pure."""
+
+    def __init__(self, limit_s: float, since: float) -> None:
+        self._limit_s, self._since, self._started = limit_s, since, False
+
+    def passed(self, state: JobState | None, now: float) -> str:
+        """What did not happen in time, given the job's state (None: not known); "" while there is time."""
+        if state is JobState.RUNNING and not self._started:
+            self._started, self._since = True, now
+        if now - self._since <= self._limit_s or state not in (None, JobState.PENDING, JobState.RUNNING):
+            return ""
+        return f"the training job did not {'end' if self._started else 'start'} within {self._limit_s:.0f} s"
+
+
+def _telling_log(folder: Path) -> Path:
+    """The log to look at: the training job's, or while that has nothing in it the daemon's, or else their folder."""
+    logs = (folder / "train.log", folder / "daemon.log")
+    return next((log for log in logs if log.is_file() and log.stat().st_size), folder)
 
 
 def _read(engine: sa.Engine) -> figures.Figures | None:

@@ -19,6 +19,7 @@ import sqlalchemy as sa
 from scavenger.errors import LedgerError
 from scavenger.ledger import reader, store
 from scavenger.ledger.faults import FINAL, classify, explain, remedy
+from scavenger.ledger.reports import utc
 from scavenger.ledger.schema import chunks, groups, runs, sample_ends, samples
 from scavenger.ledger.transaction import open_connection
 
@@ -41,6 +42,12 @@ class Contents:
     chunks: int
     tokens: int
     nbytes: int
+    purged_at: float | None = None  # when a purge of what was there until then ended
+
+    @property
+    def gone(self) -> str:
+        """When all was purged, in words; "" while there is something to take."""
+        return f"was purged at {utc(self.purged_at)}" if self.purged_at is not None and not self.nbytes else ""
 
 
 def survey(url: str, name: str) -> Contents:
@@ -65,7 +72,8 @@ def survey(url: str, name: str) -> Contents:
                     groups.c.run_id == run_id, sa.func.length(groups.c.prompt) > 0
                 )
             ).one()
-        return Contents(run_id, n_groups, n_samples, n_chunks, int(tokens or 0), int(nbytes or 0) + int(of_prompts or 0))
+            purged_at = connection.execute(sa.select(runs.c.purged_at).where(runs.c.run_id == run_id)).scalar_one()
+        return Contents(run_id, n_groups, n_samples, n_chunks, int(tokens or 0), int(nbytes or 0) + int(of_prompts or 0), purged_at)
     except sa.exc.DBAPIError as error:
         raise LedgerError(f"the ledger cannot be read: {explain(error)}", "check that it is reachable") from error
     finally:

@@ -81,11 +81,22 @@ def _check_storage(engine: sa.Engine) -> list[str]:
 
 def _check_contents(engine: sa.Engine) -> list[str]:
     found = [
-        f"run {run_id} sample {sample_id}: {problem} ({detail})"
-        for problem, run_id, sample_id, detail in rows(engine, queries.load_report("exactly_once")).rows
+        f"run {run_id}{f' sample {sample_id}' if sample_id else ''}: {problem} ({detail})"
+        for name in ("exactly_once", "contradictions")
+        for problem, run_id, sample_id, detail in rows(engine, queries.load_report(name)).rows
     ]
-    found += [f"{what}: {n} rows" for what, n in rows(engine, queries.load("references")).rows if n]
+    found += [f"{what}: {counted(n, 'row')}" for what, n in rows(engine, queries.load("references")).rows if n]
     return found
+
+
+def utc(at: float) -> str:
+    """A time in Unix seconds, for a sentence."""
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def counted(n: int, what: str) -> str:
+    """"1 row", "2 rows"."""
+    return f"{n:,} {what}{'' if n == 1 else 's'}"
 
 
 # ---------------------------------------------------------------- formats
@@ -117,7 +128,7 @@ def _as_table(question: str, answer: Table) -> str:
         table.add_row(*(rich.text.Text(_shown(column, value)) for column, value in zip(answer.columns, row, strict=True)))
     console = rich.console.Console(file=io.StringIO(), width=_WIDTH, color_system=None)
     console.print(table)
-    console.print(f"{len(answer.rows)} rows", highlight=False)
+    console.print(counted(len(answer.rows), "row"), highlight=False)
     text: str = console.file.getvalue()  # type: ignore[attr-defined]
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
 

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from scavenger.errors import ConfigError, LedgerError
 from scavenger.ledger import queries
 from scavenger.ledger.reader import Piece, join_chunks, rows
+from scavenger.ledger.reports import utc
 from scavenger.ledger.store import open_readonly
 from scavenger.wire import unpack_logprobs, unpack_tokens
 
@@ -29,8 +30,9 @@ def show(url: str, sample_id: int, format: Format = "ids") -> str:
     """
     sample, pieces = _read(url, sample_id)
     if sample["contents"] in ("dropped", "purged"):
+        at = f" at {utc(sample['purged_at'])}" if sample["contents"] == "purged" and sample["purged_at"] is not None else ""
         raise LedgerError(
-            f"the {sample['accepted_len']} tokens of sample {sample_id} were {sample['contents']}; what happened to it is still known",
+            f"the {sample['accepted_len']} tokens of sample {sample_id} were {sample['contents']}{at}; what happened to it is still known",
             "next time, let `retention` in [ledger] keep or compact them, or export the run before it is purged",
         )
     tokens, logprobs, raw_logprobs = join_chunks(sample_id, pieces, sample["accepted_len"])

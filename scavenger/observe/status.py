@@ -1,11 +1,13 @@
 """What the daemon says of itself: figures in `<state_dir>/status.json`, the same now and then in its log, and `scavenger status`.
 
-Owns the file, the rhythm and the words. Knows neither ledger nor router: the daemon hands the figures over. Counters begin with the daemon.
+Owns the file, the rhythm, the words, and whether a file tells of a daemon that serves. Knows neither ledger nor router: the daemon hands
+the figures over, the last ones when it ends. Counters begin with the daemon.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,6 +25,7 @@ WRITE_S = 10.0
 LOG_S = 60.0
 #: Figures older than this are of a daemon that stopped, or hangs.
 STALE_S = 3 * WRITE_S
+SERVING, CLOSED, FENCED, FAILED = "SERVING", "CLOSED", "FENCED", "FAILED"
 
 
 class Status(msgspec.Struct, frozen=True):
@@ -44,6 +47,10 @@ class Status(msgspec.Struct, frozen=True):
     payload_bound_bytes: int
     payload_evictions: int  # samples that lost tokens from memory, which the ledger has
     payload_reads: int  # how often tokens were read back from the ledger
+    state: str = SERVING  # at the daemon's end: CLOSED (it was told to stop), FENCED (another took over), FAILED
+    reason: str = ""  # of FENCED and FAILED
+    stopped_at: float | None = None
+    database: str = "sqlite"  # or "postgresql"
 
 
 def path(state_dir: Path) -> Path:
@@ -66,21 +73,52 @@ def read(state_dir: Path) -> Status:
         raise DaemonUnavailable(f"{path(state_dir)} cannot be read: {error}", remedy) from error
 
 
-def lines(status: Status, now: float) -> list[str]:
-    """For a terminal."""
-    age_s = now - status.at
-    since = datetime.fromtimestamp(status.started_at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    late = f"; these figures are {age_s:.0f} s old: it stopped, or hangs" if age_s > STALE_S else ""
-    reason = f" ({status.ledger_reason})" if status.ledger_reason else ""
-    s = status
-    return [
-        f"daemon    generation {s.generation}, pid {s.pid} on {s.host}, since {since}{late}",
-        f"ledger    {s.ledger_state}{reason}; {s.backlog_records:,} records ({_mb(s.backlog_bytes)}) not durable yet",
-        f"log       {_mb(s.wal_bytes)} (SQLite's); when too large written back {s.wal_written_back} times, "
-        f"prevented by a reader {s.wal_blocked} times",
-        f"payloads  {_mb(s.payload_bytes)} of {_mb(s.payload_bound_bytes)} in memory; {s.payload_evictions:,} samples evicted, "
-        f"{s.payload_reads:,} reads back from the ledger",
+def write_last(state_dir: Path, status: Status) -> None:
+    """Replace the file by the figures of a daemon's end, unless a newer generation has written its own. Raises `OSError`."""
+    with contextlib.suppress(DaemonUnavailable):
+        if read(state_dir).generation > status.generation:
+            return
+    write(state_dir, status)
+
+
+def absent(status: Status, now: float, runs: bool | None) -> str:
+    """Why nobody serves, as far as the file tells; "" when the daemon does. Pure.
+
+    `runs`: whether its process is there; None on another host than the daemon's, where nobody can tell.
+    """
+    if status.state != SERVING:
+        why = f" ({status.reason})" if status.reason else ""
+        return f"{status.state}{why}, stopped at {_utc(status.stopped_at or status.at)}"
+    if runs is False:
+        return f"DIED: no process {status.pid} is left on {status.host}; its last word is of {_utc(status.at)}"
+    if now - status.at > STALE_S:
+        return f"SILENT for {now - status.at:.0f} s: it {'hangs' if runs else 'stopped, or hangs'}"
+    return ""
+
+
+def lines(status: Status, now: float, runs: bool | None = None) -> list[str]:
+    """For a terminal. `runs` as in `absent`."""
+    s, gone = status, absent(status, now, runs)
+    ill = f" ({s.ledger_reason})" if s.ledger_reason else ""
+    was = f"was {s.ledger_state} at {_utc(s.at)}" if gone else s.ledger_state
+    said = [
+        f"daemon    generation {s.generation}, pid {s.pid} on {s.host}, since {_utc(s.started_at)}",
+        f"ledger    {was}{ill}; {s.backlog_records:,} records ({_mb(s.backlog_bytes)}) not durable {'then' if gone else 'yet'}",
     ]
+    if s.database == "sqlite":
+        said.append(
+            f"log       {_mb(s.wal_bytes)} (SQLite's); when too large written back {s.wal_written_back} times, "
+            f"prevented by a reader {s.wal_blocked} times"
+        )
+    said.append(
+        f"payloads  {_mb(s.payload_bytes)} of {_mb(s.payload_bound_bytes)} in memory; {s.payload_evictions:,} samples evicted, "
+        f"{s.payload_reads:,} reads back from the ledger"
+    )
+    return [f"NO DAEMON SERVES: {gone}; the figures are its last ones", *said] if gone else said
+
+
+def _utc(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def _mb(nbytes: int) -> str:
@@ -94,7 +132,7 @@ async def tell(state_dir: Path, look: Callable[[], Status], stop: asyncio.Event,
     while not stop.is_set():
         status = look()
         try:
-            await asyncio.to_thread(write, state_dir, status)
+            await _written(state_dir, status)
         except OSError as error:
             log.warning("status not written; tried again", path=str(path(state_dir)), reason=str(error))
         if loop.time() - logged_at >= log_s:
@@ -106,5 +144,16 @@ async def tell(state_dir: Path, look: Callable[[], Status], stop: asyncio.Event,
             continue
 
 
+async def _written(state_dir: Path, status: Status) -> None:
+    """`write` beside the event loop. Cancelled, it waits all the same: else this file could come after the daemon's last one."""
+    writing = asyncio.create_task(asyncio.to_thread(write, state_dir, status))
+    try:
+        await asyncio.shield(writing)
+    except asyncio.CancelledError:
+        await asyncio.gather(writing, return_exceptions=True)
+        raise
+
+
+_ENDS = ("state", "reason", "stopped_at", "database")
 #: What an earlier line of the log does not say already.
-_LOGGED = tuple(name for name in Status.__struct_fields__ if name not in ("at", "host", "pid", "started_at", "ledger_reason"))
+_LOGGED = tuple(name for name in Status.__struct_fields__ if name not in ("at", "host", "pid", "started_at", "ledger_reason", *_ENDS))

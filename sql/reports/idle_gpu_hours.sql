@@ -1,8 +1,12 @@
 -- How many GPU-hours were idle and not harvested, by day (UTC) and reason?
 -- Between two observations of the cluster the idle GPUs of the first count, on the day it was made, under what the harvest policy
--- decided on it; the newest counts up to the ledger's last commit. `code` is of scavenger/harvest/policy.py:Code.
-WITH seen AS (
-    SELECT at, day, idle, COALESCE(lead(at) OVER (ORDER BY at, id), (SELECT unix_s FROM v_now)) AS until FROM v_cluster_samples
+-- decided on it; the newest counts up to the ledger's last commit. An observation counts for 300 s at most, as in others_waiting; the
+-- time after that is "not observed", with the GPUs idle as last seen. `code` is of scavenger/harvest/policy.py:Code.
+WITH looks AS (
+    SELECT at, day, idle, COALESCE(lead(at) OVER (ORDER BY at, id), (SELECT unix_s FROM v_now)) AS next_at FROM v_cluster_samples
+),
+seen AS (
+    SELECT at, day, idle, next_at, CASE WHEN next_at - at > 300 THEN at + 300 ELSE next_at END AS until FROM looks
 ),
 spells AS (
     SELECT s.day, s.idle, s.until - s.at AS lasted_s,
@@ -12,8 +16,7 @@ spells AS (
 ),
 explained AS (
     SELECT p.day, p.idle * p.lasted_s AS gpu_s, COALESCE(d.reason, '') AS words,
-           CASE WHEN p.lasted_s > 300 THEN 'not observed for over 300 s, the daemon or Slurm was away (idle as last seen)'
-                WHEN d.id IS NULL THEN 'nothing was decided yet'
+           CASE WHEN d.id IS NULL THEN 'nothing was decided yet'
                 WHEN d.action = 'submit' THEN 'jobs for them were being submitted'
                 WHEN d.action <> 'none' THEN 'engines were being given back'
                 ELSE CASE d.code
@@ -34,6 +37,10 @@ explained AS (
                      ELSE d.code END END AS reason
     FROM spells p
     LEFT JOIN v_decisions d ON d.id = p.decision
+    UNION ALL
+    SELECT day, idle * (next_at - until), '', 'not observed: for over 300 s the daemon or Slurm was away (idle as last seen)'
+    FROM seen
+    WHERE next_at > until AND idle > 0
 )
 SELECT d.day_utc, e.reason, count(*) AS observations, round(CAST(sum(e.gpu_s) / 3600 AS numeric), 4) AS idle_gpu_hours,
        max(e.words) AS for_example

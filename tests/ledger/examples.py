@@ -101,6 +101,7 @@ def epilogue() -> list[r.Record]:
         r.VersionPublished(1, 2, 1, 1, b"root2", b"manifest2", 4096, T0 + 13),
         r.StepsRewound(1, 2, 0, T0 + 20),
         r.AttemptGranted(1, 2, "login2", 101, 0, CONFIG, '{"name": "reference"}', T0 + 20),
+        r.VersionPublished(1, 3, 0, 2, b"root1", b"manifest1", 4096, T0 + 20),
         r.SampleReopened(11, 2, T0 + 20),
         r.SampleReopened(12, 2, T0 + 20),
         r.GroupAdopted(10, 3, T0 + 21),

@@ -35,7 +35,10 @@ def training(steps: int = STEPS) -> list[list[r.Record]]:
             given_up = msgspec.structs.replace(group(29, 291, 1, step, 1), prompt_index=group_id % 10)
             history.append([given_up, r.LeaseGranted(291, 1, 1, 1, 0, T0), chunk(291, 1, 0, 2, 1)])
             history.append([r.LeaseEnded(291, 1, "superseded", 2, 0, T0), r.SampleEnded(291, "superseded", "x", 0, 0, None, None, T0)])
-        history += [moved_group(group_id, first, step), consumed(group_id, first, step)]
+        taken = moved_group(group_id, first, step)
+        if step == 3:
+            taken[0] = group(group_id, first, 2, step, 1, take=1)
+        history += [taken, consumed(group_id, first, step)]
         if step in CHECKPOINTS:
             history.append([r.CheckpointRecorded(1, step, 1, b"root", f"/ckpt/{step}", T0 + 12)])
     history += [evaluation(2), evaluation(STEPS), preempted()]

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from scavenger.cli import app
 from scavenger.errors import LedgerError
-from scavenger.ledger import purge, reader, store
+from scavenger.ledger import purge, reader, store, tokens
 from scavenger.ledger import records as r
 from scavenger.ledger.reports import check
 from scavenger.ledger.retention import Policy
@@ -26,9 +26,11 @@ def other_run() -> list[r.Record]:
     return [
         r.RunCreated(2, "reversal", "owner", 17, CONFIG, "{}", "", T0),
         r.AttemptGranted(2, 1, "login1", 100, 0, CONFIG, "{}", T0),
+        r.VersionPublished(2, 1, 0, 1, b"root", b"manifest", 4096, T0),
+        r.WorkerJoined(3, 2, "reserved", "", "s3", 0, 100, "n0", 1, "reference", T0),
         r.GroupCreated(5000, 2, "train", 1, 0, 0, 1, b"\7\0\0\0", 1, 5001, "{}", '{"answer": "a secret"}', T0),
-        r.LeaseGranted(5001, 1, 2, 1, 0, T0),
-        chunk(5001, 1, 0, 5, 2),
+        r.LeaseGranted(5001, 1, 3, 1, 0, T0),
+        chunk(5001, 1, 0, 5, 3),
     ]
 
 
@@ -134,6 +136,11 @@ def test_the_command_asks_first_and_prints_what_it_deleted(sqlite_url: str, tmp_
     done = CliRunner().invoke(app, [*argv, "--yes"])
     assert (done.exit_code, f"deleted {held}" in done.output) == (0, True), done.output
     assert contents(sqlite_url, 1) == (0, 0, 0)
+    purge.purge(sqlite_url, "sorting", lambda: T0 + 1000)
+    again = CliRunner().invoke(app, argv)  # it asks nothing: there is nothing to delete
+    assert (again.exit_code, again.output) == (0, "run 'sorting' (1) was purged at 2026-09-21 14:30:00 UTC and holds nothing\n")
+    with pytest.raises(LedgerError, match="9 tokens of sample 101 were purged at 2026-09-21 14:30:00 UTC"):
+        tokens.show(sqlite_url, 101)
 
 
 def test_nothing_of_the_contents_is_left_in_sqlite_s_file(sqlite_url: str) -> None:

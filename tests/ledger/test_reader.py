@@ -119,7 +119,7 @@ def test_a_restarted_daemon_reads_on_from_the_oldest_checkpoint_that_is_really_k
 
 
 def test_a_reopened_sample_is_complete_again_and_keeps_its_reward(url: str) -> None:
-    written(url, [prologue(), moved_group(), consumed(), epilogue()[:6]])
+    written(url, [prologue(), moved_group(), consumed(), epilogue()[:7]])
     (only,) = snapshot(url).groups
     assert only.version == 3
     assert [(s.state, s.reward, s.ended_step, s.finish) for s in only.samples] == [
@@ -169,7 +169,7 @@ def test_ended_runs_are_in_the_snapshot_without_their_groups_and_manifests(url: 
     (run,) = found.runs
     assert run.ended
     assert run.created.name == "sorting"
-    assert [v.version for v in run.versions] == [1, 2]
+    assert [v.version for v in run.versions] == [1, 2, 3]
     assert not any(v.manifest for v in run.versions)
     assert found.next_sample_id == 62
 
@@ -291,7 +291,7 @@ def test_a_run_is_found_by_its_name(url: str) -> None:
     engine = open_readonly(url)
     found = run_by_name(engine, "sorting")
     assert found is not None
-    assert (found.state, found.attempt, found.last_step, found.last_version, found.seed) == ("finished", 2, 1, 2, 17)
+    assert (found.state, found.attempt, found.last_step, found.last_version, found.seed) == ("finished", 2, 1, 3, 17)
     assert run_by_name(engine, "other") is None
     assert rows(engine, "SELECT name FROM runs WHERE run_id = :run", {"run": 1}).rows == (("sorting",),)
     engine.dispose()

@@ -262,14 +262,15 @@ def test_idle_gpu_hours_count_between_observations(url: str) -> None:
         r.ClusterSampled(1, 2, 6, 4, 0, 0, T0 + 180),
         r.Decision("harvest", "cancel", "i1", "its run has no demand; no engine of it is connected", "{}", T0 + 181),
         r.ClusterSampled(6, 0, 6, 4, 0, 0, T0 + 240),  # then nobody looks for an hour
+        r.Decision("harvest", "none", "", "too old", "{}", T0 + 2000, Code.STALE_VIEW),
         r.ClusterSampled(6, 0, 6, 4, 0, 0, T0 + 3840),
     ]
     written_until(url, [records], T0 + 3840)
     assert picked(answers(url, "idle_gpu_hours"), "day_utc", "reason", "observations", "idle_gpu_hours") == [
-        (DAY, "not observed for over 300 s, the daemon or Slurm was away (idle as last seen)", 1, 6),
+        (DAY, "not observed: for over 300 s the daemon or Slurm was away (idle as last seen)", 1, 5.5),
+        (DAY, "engines were being given back", 2, 0.5167),  # of the hour the first 300 s, and not what was decided after them
         (DAY, "jobs for them were being submitted", 1, 0.05),
         (DAY, "nothing was decided yet", 1, 0.05),
-        (DAY, "engines were being given back", 1, 0.0167),
     ]
 
 
@@ -282,7 +283,7 @@ def test_others_wait_in_hours(url: str) -> None:
     ]
     written_until(url, [records], T0 + 1800)  # the last one counts for 300 s
     columns = (
-        "day_utc", "observed_hours", "others_waiting_hours", "others_waiting_while_harvesting_hours", "harvested_gpu_hours_meanwhile",
-        "most_jobs_waiting",
+        "day_utc", "observed_hours", "not_observed_hours", "others_waiting_hours", "others_waiting_while_harvesting_hours",
+        "harvested_gpu_hours_meanwhile", "most_jobs_waiting",
     )  # fmt: skip
-    assert picked(answers(url, "others_waiting"), *columns) == [(DAY, 0.1333, 0.0333, 0.0167, 0.05, 2)]
+    assert picked(answers(url, "others_waiting"), *columns) == [(DAY, 0.1333, 0.3667, 0.0333, 0.0167, 0.05, 2)]

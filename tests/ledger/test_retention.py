@@ -258,7 +258,7 @@ def test_a_sample_in_flight_is_never_reduced_whatever_a_record_says(url: str) ->
         ("UPDATE samples SET state = 'complete' WHERE sample_id = 101", "dropped before its end"),
         ("DELETE FROM chunks WHERE sample_id = 101", "accepted length differs from its chunks"),
         ("UPDATE chunks SET worker_id = 2 WHERE sample_id = 201 AND epoch = 1", "chunk outside its lease"),
-        ("UPDATE groups SET prompt = '' WHERE group_id = 10", "groups without their prompt that were not purged: 1 rows"),
+        ("UPDATE groups SET prompt = '' WHERE group_id = 10", "groups without their prompt that were not purged: 1 row"),
     ],
 )
 def test_the_check_names_what_retention_could_have_broken(sqlite_url: str, damage: str, said: str) -> None:

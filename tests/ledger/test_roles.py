@@ -8,12 +8,16 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
 import sqlalchemy as sa
+from typer.testing import CliRunner
 
-from scavenger import resources
+from scavenger import dry_check, resources
+from scavenger.cli import app
+from scavenger.config import DaemonConfig
 from scavenger.errors import LedgerError
 from scavenger.ledger import queries
 from scavenger.ledger import records as r
@@ -108,6 +112,44 @@ def ledger(postgres: sa.URL) -> Iterator[Site]:
 def test_a_reader_may_run_every_report(ledger: Site) -> None:
     for name in queries.report_names():
         assert report(ledger.url("scavenger_read"), name, "csv") == report(ledger.url(DAEMON), name, "csv"), name
+
+
+def asked(url: str, folder: Path) -> dry_check.Finding:
+    """What `scavenger check-config` says of this ledger."""
+    section = {"state_dir": str(folder), "ledger": url}
+    (found,) = (f for f in dry_check.check(DaemonConfig.model_validate({"daemon": section})) if f.what == "ledger")
+    return found
+
+
+def test_a_role_that_cannot_write_is_refused_before_a_daemon_starts_with_it(ledger: Site, tmp_path: Path) -> None:
+    assert asked(ledger.url(DAEMON), tmp_path) == dry_check.Finding("ledger", "")
+    for role in ("scavenger_read", "scavenger_contents"):
+        problem = asked(ledger.url(role), tmp_path).problem
+        assert f"the role {role} may not write rows of alembic_version (and of 18 more tables)" in problem
+        assert "name the daemon's own role" in problem
+
+
+def test_a_database_without_tables_is_said_to_get_them_or_refused(site: Site, tmp_path: Path) -> None:
+    assert asked(site.url(DAEMON), tmp_path).note == "its tables are not there yet; they are made"
+    schema = "REVOKE CREATE ON SCHEMA public FROM PUBLIC"
+    execute(site.admin, schema, "CREATE ROLE scavenger_test_guest")
+    try:
+        problem = asked(site.url("scavenger_test_guest"), tmp_path).problem
+        assert "the role scavenger_test_guest may not make tables in the schema public" in problem
+    finally:
+        execute(site.admin, "DROP ROLE scavenger_test_guest")
+
+
+def test_the_readers_configuration_works_as_it_is_printed(ledger: Site, tmp_path: Path) -> None:
+    """docs/ledger.md, but for the address of the database."""
+    page = resources.path("docs/ledger.md").read_text()
+    printed = next(part for part in page.split("```")[1::2] if part.startswith("toml\n# reader.toml"))
+    url = "postgresql://ann@db.example.org/scavenger"
+    assert url in printed
+    path = tmp_path / "reader.toml"
+    path.write_text(printed.removeprefix("toml\n").replace(url, ledger.url("scavenger_read")))
+    done = CliRunner().invoke(app, ["ledger", "report", "preemptions", "--config", str(path)])
+    assert (done.exit_code, "tokens_salvaged" in done.output) == (0, True), done.output
 
 
 def test_a_reader_may_run_every_report_in_psql(ledger: Site) -> None:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import stat
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from structlog.testing import capture_logs
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from scavenger import daemon, keys, toml
 from scavenger.cli import app
 from scavenger.config import DaemonConfig
-from scavenger.errors import DaemonUnavailable
+from scavenger.errors import DaemonUnavailable, Fenced
+from scavenger.ledger import store
+from scavenger.ledger.records import Event
+from scavenger.ledger.transaction import grant_generation
 from scavenger.observe import status
 from scavenger.observe.status import Status
 
@@ -73,9 +80,57 @@ def test_the_terminal_sees_the_figures_and_how_old_they_are() -> None:
     for said in ("prevented by a reader 5 times", "6.0 MiB of 512.0 MiB", "7 samples evicted", "8 reads back"):
         assert said in text
     assert "old" not in text
-    assert "these figures are 500 s old: it stopped, or hangs" in "\n".join(status.lines(SEEN, 1500.0))
+    assert "NO DAEMON SERVES" not in text
+    silent = status.lines(SEEN, 1500.0)
+    assert silent[0] == "NO DAEMON SERVES: SILENT for 500 s: it stopped, or hangs; the figures are its last ones"
+    assert silent[2].startswith("ledger    was OK at 1970-01-01 00:16:40 UTC; 12 records (1.0 MiB) not durable then")
+    assert "it hangs;" in status.lines(SEEN, 1500.0, True)[0]
     ill = msgspec.structs.replace(SEEN, ledger_state="DISK_FULL", ledger_reason="database or disk is full")
     assert "DISK_FULL (database or disk is full)" in "\n".join(status.lines(ill, 1001.0))
+
+
+def test_a_daemon_that_ended_or_died_does_not_serve() -> None:
+    assert status.absent(SEEN, 1001.0, True) == status.absent(SEEN, 1001.0, None) == ""
+    assert "DIED: no process 77 is left on login1" in status.absent(SEEN, 1001.0, False)
+    ended = msgspec.structs.replace(SEEN, state="FENCED", reason="another daemon owns this ledger now", stopped_at=1000.5)
+    # Its number may have been given to another process.
+    assert status.absent(ended, 1001.0, True) == "FENCED (another daemon owns this ledger now), stopped at 1970-01-01 00:16:40 UTC"
+
+
+def test_postgres_has_no_log_of_sqlites() -> None:
+    text = "\n".join(status.lines(msgspec.structs.replace(SEEN, database="postgresql"), 1001.0))
+    assert "SQLite" not in text
+    assert "payloads" in text
+
+
+def test_the_last_word_of_an_older_daemon_does_not_replace_a_newer_ones(tmp_path: Path) -> None:
+    status.write(tmp_path, msgspec.structs.replace(SEEN, generation=4))
+    status.write_last(tmp_path, msgspec.structs.replace(SEEN, state="FENCED"))
+    assert (status.read(tmp_path).generation, status.read(tmp_path).state) == (4, "SERVING")
+    status.write_last(tmp_path, msgspec.structs.replace(SEEN, generation=4, state="CLOSED"))
+    assert status.read(tmp_path).state == "CLOSED"
+
+
+def test_a_write_that_is_cancelled_is_over_before_the_last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go = threading.Event(), threading.Event()
+    write = status.write
+
+    def slow(state_dir: Path, seen: Status) -> None:
+        begun.set()
+        assert go.wait(20)
+        write(state_dir, seen)
+
+    async def play() -> None:
+        monkeypatch.setattr(status, "write", slow)
+        telling = asyncio.create_task(status.tell(tmp_path, lambda: SEEN, asyncio.Event()))
+        await asyncio.to_thread(begun.wait, 20)
+        telling.cancel()
+        asyncio.get_running_loop().call_later(0.05, go.set)
+        with pytest.raises(asyncio.CancelledError):
+            await telling
+        assert status.path(tmp_path).exists()
+
+    asyncio.run(play())
 
 
 def test_without_a_daemon_the_remedy_is_named(tmp_path: Path) -> None:
@@ -86,25 +141,57 @@ def test_without_a_daemon_the_remedy_is_named(tmp_path: Path) -> None:
         status.read(tmp_path)
 
 
-def test_a_daemon_at_work_tells_of_its_ledger(tmp_path: Path) -> None:
-    state_dir = tmp_path / "state"
+def play_daemon(tmp_path: Path, *, fenced: bool) -> tuple[Status, Status, Result, Result]:
+    """A daemon's life on a ledger of its own: its status while it serves and after, and the command's answers then."""
+    state_dir, config = tmp_path / "state", tmp_path / "scavenger.toml"
     keys.init_state(state_dir, "ada")
-    document = {"daemon": {"state_dir": str(state_dir)}, "harvest": {"enabled": False}}
-    config = tmp_path / "scavenger.toml"
+    document: dict[str, dict[str, Any]] = {"daemon": {"state_dir": str(state_dir)}, "harvest": {"enabled": False}}
     config.write_text(toml.dumps(document))
+    settings = DaemonConfig.model_validate(document)
 
-    async def play() -> Status:
-        served = daemon.Daemon(DaemonConfig.model_validate(document), None)
+    def ask() -> Result:
+        return CliRunner().invoke(app, ["status", "--config", str(config)])
+
+    async def play() -> tuple[Status, Result]:
+        served = daemon.Daemon(settings, None)
         running = asyncio.create_task(served.run())
         try:
-            return await until_written(state_dir)
+            seen = await until_written(state_dir)
+            # The command runs in the daemon's own process here, so the process that it looks for is there.
+            return seen, await asyncio.to_thread(ask)
         finally:
-            served.stop.set()
-            await running
+            if fenced:
+                store_engine = store.open_engine(settings.ledger_url)
+                grant_generation(store_engine, "elsewhere", 1, "v", time.time())
+                store_engine.dispose()
+                served.server.write([Event("noticed", 0, "", "", "{}", time.time())])
+            else:
+                served.stop.set()
+            with pytest.raises(Fenced) if fenced else contextlib.nullcontext():
+                async with asyncio.timeout(20):
+                    await running
 
-    told = asyncio.run(play())
-    assert (told.generation, told.ledger_state, told.payload_bound_bytes) == (1, "OK", 512 * 2**20)
-    assert told.started_at <= told.at
-    said = CliRunner().invoke(app, ["status", "--config", str(config)])
-    assert said.exit_code == 0
-    assert "generation 1" in said.output
+    serving, while_serving = asyncio.run(play())
+    return serving, status.read(state_dir), while_serving, ask()
+
+
+def test_a_daemon_tells_of_its_ledger_and_of_its_end(tmp_path: Path) -> None:
+    serving, last, then, after = play_daemon(tmp_path, fenced=False)
+    assert (serving.generation, serving.ledger_state, serving.payload_bound_bytes) == (1, "OK", 512 * 2**20)
+    assert serving.started_at <= serving.at
+    assert (serving.state, serving.stopped_at, serving.database) == ("SERVING", None, "sqlite")
+    assert then.exit_code == 0, then.output
+    assert "generation 1" in then.output
+    assert last.state == last.ledger_state == "CLOSED"
+    assert last.stopped_at is not None
+    assert after.exit_code == 1
+    assert "NO DAEMON SERVES: CLOSED, stopped at" in after.output
+
+
+def test_a_fenced_daemon_says_so_at_its_end(tmp_path: Path) -> None:
+    _, last, _, after = play_daemon(tmp_path, fenced=True)
+    assert last.state == "FENCED"
+    assert "another daemon owns this ledger now" in last.reason
+    assert after.exit_code == 1
+    assert "NO DAEMON SERVES: FENCED" in after.output
+    assert "ledger    OK" not in after.output

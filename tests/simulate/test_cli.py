@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 from scavenger import cli
 from scavenger.cluster import choose
 from scavenger.cluster.model import ClusterInfo, ClusterView, JobSpec, Node, Partition, PreemptMode
-from scavenger.errors import ConfigError
+from scavenger.errors import ClusterError, ConfigError
 from scavenger.simulate import presets
 from scavenger.simulate.constants import load
 from scavenger.simulate.sacct import COMMAND, NODES_COMMAND
@@ -193,6 +193,24 @@ def test_live_only_looks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     assert COMMAND in text
     assert cluster.closed
     assert list(tmp_path.iterdir()) == []
+
+
+class Mute(ReadOnly):
+    """Slurm's commands are here, and no cluster is."""
+
+    def info(self) -> ClusterInfo:
+        raise ClusterError("scontrol: scontrol: error: DNS SRV lookup failed scontrol: fatal: Could not establish a configuration source")
+
+
+def test_live_without_a_cluster_says_so_in_a_line_with_a_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cluster = Mute()
+    monkeypatch.setattr(choose, "backend", lambda settings: cluster)
+    monkeypatch.chdir(tmp_path)
+    done = simulate("--live")
+    assert isinstance(done.exception, ConfigError)
+    assert done.exception.cause == "the cluster's commands do not work on this host: Could not establish a configuration source"
+    assert "scontrol ping" in done.exception.remedy
+    assert cluster.closed
 
 
 def test_a_configuration_that_was_named_must_exist(tmp_path: Path) -> None:
