@@ -163,8 +163,6 @@ def _sqlite_engine(uri: str, *, writes: bool, most_s: float | None = None) -> sa
             connection.execute("PRAGMA journal_mode=WAL")
             connection.execute("PRAGMA synchronous=FULL")  # a commit outlives the operating system, not only the process
             connection.execute(f"PRAGMA wal_autocheckpoint={_WAL_CHECKPOINT_PAGES}")
-            # The writer's temporary tables and statement journals: a full /tmp must not stall a ledger whose own disk has room.
-            connection.execute("PRAGMA temp_store=MEMORY")
         connection.execute(f"PRAGMA cache_size=-{_PAGE_CACHE_KIB}")
         return connection
 

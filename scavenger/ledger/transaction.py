@@ -18,6 +18,7 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -80,7 +81,13 @@ class Generation(int):
 
 def open_connection(engine: sa.Engine) -> sa.Connection:
     """A connection whose transactions take SQLite's write lock at once, instead of failing when they first write."""
-    return engine.connect().execution_options(**{BEGIN: "IMMEDIATE"})
+    connection = engine.connect().execution_options(**{BEGIN: "IMMEDIATE"})
+    if connection.dialect.name == "sqlite":
+        # Temporary tables and statement journals: a full /tmp must not stall a ledger whose own disk has room. Not of an upgrade, which
+        # may sort a whole table.
+        driver: Any = connection.connection.driver_connection
+        driver.execute("PRAGMA temp_store=MEMORY").close()
+    return connection
 
 
 def grant_generation(engine: sa.Engine, host: str, pid: int, code_version: str, now: float, announced: Announced = NOBODY) -> Generation:
