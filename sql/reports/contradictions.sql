@@ -7,10 +7,13 @@ WITH chain AS (
     FROM v_leases
 ),
 surviving AS (SELECT run_id, step, attempt FROM v_steps WHERE purpose = 'train' AND rewound_by IS NULL),
+ends AS (
+    SELECT sample_id, state, step, attempt, row_number() OVER (PARTITION BY sample_id ORDER BY id DESC) AS nth FROM v_sample_ends
+),
 told AS (
     SELECT s.run_id, s.sample_id, s.state, s.ended_step, s.ended_attempt, e.state AS last, e.step, e.attempt
     FROM v_samples s
-    LEFT JOIN v_sample_ends e ON e.id = (SELECT max(x.id) FROM v_sample_ends x WHERE x.sample_id = s.sample_id)
+    LEFT JOIN ends e ON e.sample_id = s.sample_id AND e.nth = 1
 )
 SELECT 'tokens beyond their lease' AS problem, s.run_id, s.sample_id,
        'epoch ' || CAST(c.epoch AS text) || ' from ' || CAST(l.start_len AS text) || ' to '

@@ -79,7 +79,7 @@ def test_one_run_is_exported_without_the_others_and_without_contents(url: str, t
     out = tmp_path / "out"
     done = export.export(url, out, "reversal")
     assert {name: n for name, n in done.rows.items() if n} == {
-        "attempts": 1, "chunks": 1, "groups": 1, "leases": 1, "runs": 1, "samples": 1
+        "attempts": 1, "chunks": 1, "groups": 1, "leases": 1, "runs": 1, "samples": 1, "weight_versions": 1, "workers": 1
     }  # fmt: skip
     assert "decisions" not in done.rows
     assert not (out / "decisions.jsonl").exists()
