@@ -191,7 +191,7 @@ def test_a_daemon_tells_of_its_ledger_and_of_its_end(tmp_path: Path) -> None:
 def test_a_fenced_daemon_says_so_at_its_end(tmp_path: Path) -> None:
     _, last, _, after = play_daemon(tmp_path, fenced=True)
     assert last.state == "FENCED"
-    assert "another daemon owns this ledger now" in last.reason
+    assert "generation 1 of the ledger is over" in last.reason
     assert after.exit_code == 1
     assert "NO DAEMON SERVES: FENCED" in after.output
     assert "ledger    OK" not in after.output

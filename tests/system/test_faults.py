@@ -69,6 +69,18 @@ def test_a_killed_daemon_a_second_daemon_and_a_zombie_engine_change_nothing(
         assert play.ask(site, early) == [], "a restarted daemon sent engines away in mid-step"
 
 
+def _lost_by_silence(site: Site, worker: int) -> list[tuple[int, int]]:
+    """(sample, epoch) that a silent worker lost, once it holds nothing any more; none if all of its samples had ended."""
+    still = f"SELECT 1 FROM leases WHERE worker_id = {worker} AND ended_at IS NULL"
+    play.wait_for("its leases to end", lambda: not play.ask(site, still))
+    return play.ask(site, f"SELECT sample_id, epoch FROM leases WHERE worker_id = {worker} AND reason LIKE 'silent for%'")
+
+
+def _wait_until_elsewhere(site: Site, sample: int, epoch: int) -> None:
+    newest = f"SELECT max(epoch) FROM leases WHERE sample_id = {sample}"
+    play.wait_for("its sample to be leased elsewhere", lambda: play.ask(site, newest)[0][0] > epoch)
+
+
 def _kill_the_daemon(site: Site) -> None:
     """SIGKILL with samples in flight: the workers come back under their leases, and every durable token is still there."""
     site.kill_daemon()
@@ -104,16 +116,17 @@ def _start_a_second_daemon(site: Site) -> None:
 
 def _stop_an_engine_until_its_samples_are_elsewhere(site: Site) -> None:
     """SIGSTOP: silence moves its samples. SIGCONT: what it still says is refused with a reason."""
-    worker, job = play.wait_for("an engine at work for this daemon", lambda: _at_work(site))[0]
-    pid = _worker_pid(job)
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        held = f"SELECT sample_id, epoch FROM leases WHERE worker_id = {worker} AND reason LIKE 'silent for%'"
-        lost = play.wait_for("its leases to end", lambda: play.ask(site, held))
-        moved = f"SELECT max(epoch) FROM leases WHERE sample_id = {lost[0][0]}"
-        play.wait_for("its sample to be leased elsewhere", lambda: play.ask(site, moved)[0][0] > lost[0][1])
-    finally:
-        os.kill(pid, signal.SIGCONT)
+    lost: list[tuple[int, int]] = []
+    while not lost:  # the last samples of an engine may have ended just before it was stopped: then another one is
+        worker, job = play.wait_for("an engine at work for this daemon", lambda: _at_work(site))[0]
+        pid = _worker_pid(job)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            lost = _lost_by_silence(site, worker)
+            if lost:
+                _wait_until_elsewhere(site, *lost[0])
+        finally:
+            os.kill(pid, signal.SIGCONT)
     [[reason]] = play.wait_for("the zombie to be refused", lambda: _refusals(site))[:1]
     assert "moved on" in reason
     for sample, epoch in lost:
