@@ -128,7 +128,7 @@ def daemon(folder: Path, url: str) -> Iterator[tuple[float, int]]:
             while not (state / "rendezvous.json").exists():
                 if process.poll() is not None:
                     raise SystemExit(f"the daemon ended: {(folder / 'daemon.log').read_text()[-2000:]}")
-                time.sleep(0.005)
+                time.sleep(0.005)  # between two looks; the time to readiness is what is measured
             yield time.monotonic() - started, process.pid
         finally:
             process.send_signal(signal.SIGKILL)

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from scavenger.simulate import traces
@@ -28,7 +28,7 @@ from scavenger.simulate.engine import Streams
 from scavenger.simulate.fleet import Fleet
 from scavenger.simulate.outcome import Outcome
 from scavenger.simulate.policies.registry import CONTENDERS
-from scavenger.simulate.published import STACK, Setting
+from scavenger.simulate.published import STACK, Setting, scenario
 from scavenger.simulate.scenario import Scenario
 
 SEGMENTS = Path(__file__).with_name("segments.json")
@@ -79,26 +79,9 @@ def fleet_of(folder: Path, name: str, seed: int) -> Fleet:
 
 
 def scenario_of(unit: Unit, fleet: Fleet) -> Scenario:
+    """The published setting over the whole segment, with as many engines as the cell allows; weights are relayed, for all policies."""
     setting = Setting(unit.model, MODELS[unit.model])
-    engine = setting.engine()
-    return Scenario(
-        reserved=engine,
-        reserved_engines=setting.reserved_gpus // STACK.engine_gpus,
-        harvested=engine,
-        trainer=setting.trainer(),
-        lengths=setting.lengths(),
-        fleet=fleet,
-        prompts=STACK.prompts,
-        samples=STACK.samples_per_prompt,
-        prompt_tokens=STACK.prompt_tokens,
-        horizon_s=fleet.end_s,
-        max_engines=unit.pairs or UNCAPPED,
-        max_batch=STACK.max_sequences,
-        engine_bytes_s=STACK.engine_bytes_s,
-        offload=STACK.offload_optimizer,
-        round_tokens=STACK.token_budget,
-        seed=unit.seed,
-    )
+    return replace(scenario(setting, fleet, steps=0, seed=unit.seed), max_engines=unit.pairs or UNCAPPED, relay=True)
 
 
 def result_of(out: Outcome) -> Result:
@@ -110,9 +93,9 @@ def result_of(out: Outcome) -> Result:
 
 
 def play(unit: Unit, folder: Path, policies: Sequence[str]) -> dict[str, Result]:
-    scenario = scenario_of(unit, fleet_of(folder, unit.segment, unit.seed))
+    cell = scenario_of(unit, fleet_of(folder, unit.segment, unit.seed))
     return {
-        name: result_of(simulate(scenario, clairvoyant(scenario) if name == "clairvoyant" else CONTENDERS[name])) for name in policies
+        name: result_of(simulate(cell, clairvoyant(cell) if name == "clairvoyant" else CONTENDERS[name])) for name in policies
     }
 
 
@@ -185,9 +168,13 @@ def _ratio(first: str, second: str) -> Callable[[Mapping[str, Result]], float]:
     return lambda found: found[first].tokens_per_s / found[second].tokens_per_s
 
 
+def _throughput_of(name: str) -> Callable[[Mapping[str, Result]], float]:
+    return lambda found: found[name].tokens_per_s
+
+
 def rows(found: Found, policies: Sequence[str]) -> Iterator[str]:
     columns: list[tuple[str, Callable[[Mapping[str, Result]], float]]] = []
-    columns += [(f"{name} tok/s", lambda by, name=name: by[name].tokens_per_s) for name in policies]  # type: ignore[misc]
+    columns += [(f"{name} tok/s", _throughput_of(name)) for name in policies]
     if "ours" in policies:
         columns += [(f"ours / {name}", _ratio("ours", name)) for name in policies if name != "ours"]
         if {"colocated", "clairvoyant"} <= set(policies):

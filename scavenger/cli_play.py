@@ -28,7 +28,7 @@ def run_command(
     source: Annotated[str, typer.Option("--source", help="of a spot trace: which instances")] = "",
     gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", min=1, help="of a trace: GPUs of a node or instance")] = 8,
     start_h: Annotated[float, typer.Option("--from", min=0, help="hours into the dump or trace at which the run begins")] = 0.0,
-    policy: Annotated[str, typer.Option("--policy", help="names with commas between, each compared with the first; default: all")] = "",
+    policy: Annotated[str, typer.Option("--policy", help="names with commas between, each compared with the first; default: five")] = "",
     steps: Annotated[int, typer.Option("--steps", min=1, help="optimizer steps, if the trace lasts so long")] = 10,
     seeds: Annotated[int, typer.Option("--seeds", min=1, help="runs of each policy, with lengths and cold starts of their own")] = 3,
     model: Annotated[str, typer.Option("--model", help="a preset's name; default: the run's own model.path")] = "",
@@ -48,7 +48,7 @@ def run_command(
 
     if (sacct is None) == (trace is None):
         raise typer.BadParameter("give one of --sacct and --trace")
-    names = play.contenders([name.strip() for name in policy.split(",")] if policy else list(play.CONTENDERS))
+    names = play.contenders([name.strip() for name in policy.split(",")] if policy else list(play.USUAL))
     assumed = Assumed(reserved_gpus, prompt_tokens, sigma, capped_share, correlation)
     plan = _plan(run_path, model, gpu, assumed)
     observed = _observed(sacct, nodes, ignore or [], trace, source, gpus_per_node)

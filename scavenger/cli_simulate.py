@@ -46,7 +46,7 @@ policy: `scavenger simulate run --help`. Constants of an engine come from measur
 class SiteByDefault(TyperGroup):
     """Options without a command are those of `site`; with a run's file, those of `run`."""
 
-    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]  # click types ctx as its own Context
         if not args or args[0] not in self.commands:
             args = [_default(args), *(args or ["--help"])]
         return super().parse_args(ctx, args)

@@ -27,6 +27,7 @@ T = TypeVar("T")
 #: One transaction's share. SQLite's writer waits for it.
 PORTION_GROUPS = 32
 _PATIENCE_S = 60.0
+#: Between two tries of a portion that found the ledger locked or away: nothing tells when it is free.
 _PAUSE_S = 0.2
 #: Instead of the words of a trainer: ours quotes nothing, but a site's own may, and those of earlier releases did.
 PURGED = "purged"

@@ -7,27 +7,23 @@ Owns that translation. Decides nothing and knows no policy but by its name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from scavenger.errors import ConfigError
 from scavenger.simulate.comparison import Play, Played, speed_up
-from scavenger.simulate.contender import Contender
 from scavenger.simulate.decode import Efficiency, EngineSpec
 from scavenger.simulate.driver import simulate
 from scavenger.simulate.fleet import Fleet
 from scavenger.simulate.lengths import Lognormal
 from scavenger.simulate.outcome import Outcome
 from scavenger.simulate.plan import Assumed, Plan, assumptions
-from scavenger.simulate.policies.colocated import COLOCATED
-from scavenger.simulate.policies.disaggregated import DISAGGREGATED
-from scavenger.simulate.policies.polyrl import POLYRL
-from scavenger.simulate.policies.rlboost import RLBOOST
+from scavenger.simulate.policies.registry import CONTENDERS
 from scavenger.simulate.presets import COLD_CACHE
+from scavenger.simulate.published import STACK, trainer_of
 from scavenger.simulate.report import Series
 from scavenger.simulate.scenario import Scenario
 from scavenger.simulate.survey import Observed, Question, SpeedUp
-from scavenger.simulate.trainer_model import TrainerSpec
 
 
 def played_of(outcome: Outcome, fleet: Fleet, seed: int) -> Played:
@@ -71,20 +67,13 @@ def _owners(outcome: Outcome, fleet: Fleet) -> Series:
     return Series(outcome.policy, times, by_owner, outcome.seconds)
 
 
-# What no run.toml says of its trainer and engines. The same as the setting of the published points (scavenger/simulate/published.py has
-# their sources): share of the peak over all passes, a micro-step's overhead, NVLink within a node and 400 Gbps a GPU beyond it, 200 Gbps
-# for the trainer's interface, an engine's own part of the toggle, hashing.
-TRAINING_COMPUTE = 0.5
-MICRO_STEP_OVERHEAD_S = 0.3
-NVLINK_BYTES_S, FABRIC_BYTES_S, NIC_BYTES_S = 400e9, 50e9, 25e9
-SLEEP_S, WAKE_S, HASH_BYTES_S = 2.0, 3.0, 2e9
-GPUS_PER_NODE = 8
 # The run of a site's question: the published points' prompts, answers and cap, played in a few windows over the whole period.
 PROMPTS, SAMPLES, CAP, MAX_BATCH = 128, 8, 14_336, 256
 WINDOWS, WINDOW_S = 3, 7200.0
 OURS, ALONE = "ours", "colocated"
 
-CONTENDERS: Mapping[str, Contender] = {one.name: one for one in (COLOCATED, DISAGGREGATED, POLYRL, RLBOOST)}
+#: What is compared where nobody says otherwise: neither ablations nor mixtures.
+USUAL = (ALONE, "disaggregated", "polyrl", "rlboost", OURS)
 
 
 def contenders(names: Sequence[str]) -> tuple[str, ...]:
@@ -109,7 +98,7 @@ def scenario_of(plan: Plan, fleet: Fleet, efficiency: Efficiency, steps: int, se
         reserved=engine,
         reserved_engines=engines,
         harvested=engine,
-        trainer=_trainer(plan),
+        trainer=trainer_of(plan.model, plan.gpu, plan.reserved_gpus),
         lengths=plan.lengths,
         fleet=fleet,
         prompts=plan.prompts,
@@ -121,21 +110,6 @@ def scenario_of(plan: Plan, fleet: Fleet, efficiency: Efficiency, steps: int, se
         max_batch=plan.max_batch,
         cold_start=COLD_CACHE,
         seed=seed,
-    )
-
-
-def _trainer(plan: Plan) -> TrainerSpec:
-    return TrainerSpec(
-        plan.model,
-        plan.gpu,
-        ranks=plan.reserved_gpus,
-        compute=TRAINING_COMPUTE,
-        link_bytes_s=NVLINK_BYTES_S if plan.reserved_gpus <= GPUS_PER_NODE else FABRIC_BYTES_S,
-        nic_bytes_s=NIC_BYTES_S,
-        overhead_s=MICRO_STEP_OVERHEAD_S,
-        sleep_s=SLEEP_S,
-        wake_s=WAKE_S,
-        hash_bytes_s=HASH_BYTES_S,
     )
 
 
@@ -162,8 +136,9 @@ def assumed_of_machines(calibrated: bool) -> tuple[str, ...]:
         "engines as calibrated" if calibrated else "assumed: engines as fast as the presets say, which nobody calibrated for this site"
     )
     trainer = (
-        f"assumed: training reaches {TRAINING_COMPUTE:.0%} of the peak, {NIC_BYTES_S * 8 / 1e9:.0f} Gbps leave the trainer, "
-        f"a toggle takes {SLEEP_S + WAKE_S:g} s beside its copies"
+        f"assumed: training reaches {STACK.training_compute:.0%} of the peak, "
+        f"{STACK.trainer_bytes_s * 8 / 1e9:.0f} Gbps leave the trainer, "
+        f"a toggle takes {STACK.sleep_s + STACK.wake_s:g} s beside its copies"
     )
     return engines, trainer
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from scavenger.simulate import presets
-from scavenger.simulate.decode import EngineSpec
+from scavenger.simulate.decode import EngineSpec, Gpu, Model
 from scavenger.simulate.fleet import Fleet
 from scavenger.simulate.lengths import Lognormal
 from scavenger.simulate.outcome import Outcome
@@ -65,6 +65,24 @@ class Stack:
 STACK = Stack()
 
 
+def trainer_of(model: Model, gpu: Gpu, ranks: int, stack: Stack = STACK) -> TrainerSpec:
+    """The setting's trainer, for any model and GPU: nodes have eight GPUs."""
+    return TrainerSpec(
+        model,
+        gpu,
+        ranks=ranks,
+        compute=stack.training_compute,
+        link_bytes_s=stack.link_bytes_s if ranks <= 8 else stack.link_bytes_s_many_nodes,
+        nic_bytes_s=stack.trainer_bytes_s,
+        overhead_s=stack.micro_step_overhead_s,
+        recompute=stack.recompute,
+        forwards=stack.forwards,
+        sleep_s=stack.sleep_s,
+        wake_s=stack.wake_s,
+        hash_bytes_s=stack.hash_bytes_s,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """A model on so many reserved H100, with `pairs` of spot ones that stay, or those of a spot trace's segments."""
@@ -81,21 +99,7 @@ class Setting:
         return replace(spec, max_sequences=stack.max_sequences)
 
     def trainer(self, stack: Stack = STACK) -> TrainerSpec:
-        link = stack.link_bytes_s if self.reserved_gpus <= 8 else stack.link_bytes_s_many_nodes
-        return TrainerSpec(
-            presets.model(self.model),
-            presets.H100,
-            ranks=self.reserved_gpus,
-            compute=stack.training_compute,
-            link_bytes_s=link,
-            nic_bytes_s=stack.trainer_bytes_s,
-            overhead_s=stack.micro_step_overhead_s,
-            recompute=stack.recompute,
-            forwards=stack.forwards,
-            sleep_s=stack.sleep_s,
-            wake_s=stack.wake_s,
-            hash_bytes_s=stack.hash_bytes_s,
-        )
+        return trainer_of(presets.model(self.model), presets.H100, self.reserved_gpus, stack)
 
     def lengths(self, stack: Stack = STACK) -> Lognormal:
         return Lognormal.with_mean(stack.mean_tokens, stack.sigma, stack.cap, stack.correlation)

@@ -169,7 +169,7 @@ def test_a_daemon_at_work_is_fenced_by_a_restore_in_its_next_transaction(url: st
     first = writer.start()
     writer.submit(1, [note("before")])
     while writer.backlog:
-        time.sleep(0.005)
+        time.sleep(0.005)  # between two looks at the backlog
     restored(url, tmp_path / "copy")
     writer.submit(2, [note("after")])
     assert fenced.wait(10), (writer.state, writer.reason)
