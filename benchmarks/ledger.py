@@ -178,7 +178,7 @@ async def failover(report: Report, database: str, url: str, size: Size) -> None:
     n = size.failover_engines
     site = Site(url, size.failover_samples, size.failover_samples // n, 2 * n)
     halves = [list(range(n)), list(range(n, 2 * n))]
-    p50, p99 = [], []
+    p50, p99, folded = [], [], []
     async with site.running():
         await site.do("open")
         await site.do("join", numbers=halves[0], want=size.failover_samples)
@@ -189,15 +189,19 @@ async def failover(report: Report, database: str, url: str, size: Size) -> None:
             incarnation = (repeat + 1) // 2
             await site.do("join", numbers=other, want=0, incarnation=incarnation)
             await site.do("die", numbers=dead)
+            await site.settled()
             site.begin("moved")
             declared = time.monotonic()
             site.declare_dead(dead)
             arrived = (await site.answer())["at"]
             p50.append(1e3 * (percentile(arrived, 0.5) - declared))
             p99.append(1e3 * (percentile(arrived, 0.99) - declared))
+            await site.settled()
+            folded.append(1e3 * (time.monotonic() - declared))
     what = f"{size.failover_samples:,} samples of {n} dead engines leased again"
     report.add(database, f"{what}, p50", "ms", p50)
     report.add(database, f"{what}, p99", "ms", p99, 100.0)
+    report.add(database, "  until all of it is in `leases` and `samples` too", "ms", folded)
 
 
 # ---------------------------------------------------------------- restart and memory

@@ -94,6 +94,7 @@ class Site:
         self._writer_thread_s = 0.0
         writer = Writer(self.url, "bench", os.getpid(), "bench", self.clock, on_commit=committed, on_state=changed)
         writer.start()
+        self.writer = writer
 
         async def history(run_id: int, after: int) -> tuple[GroupState, ...]:
             return await asyncio.to_thread(reader.replay_groups, writer.engine, run_id, after)
@@ -173,6 +174,11 @@ class Site:
         """As the harvester does when Slurm says that their jobs are over."""
         for number in engines:
             self.server.post(JobGone(self.engine_pairs[number].intent, 1_000, "node lost", False))
+
+    async def settled(self) -> None:
+        """Wait until the writer has nothing left to do."""
+        while self.writer.backlog or self.writer.logged_moves:
+            await asyncio.sleep(0.005)
 
     def cpu(self, database_pids: list[int] | None = None) -> Cpu:
         database = sum(children_cpu(pid) for pid in database_pids or [])

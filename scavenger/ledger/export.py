@@ -31,13 +31,13 @@ CONTENTS: dict[str, frozenset[str]] = {
     "groups": frozenset({"prompt", "meta"}),
 }
 #: Rows that belong to no run: exported with the whole ledger only.
-_COMMON = frozenset({"generations", "cluster_samples", "decisions"})
+_COMMON = frozenset({"generations", "cluster_samples", "decisions", "move_log"})
 _SAMPLE_S = ("chunks", "leases", "sample_ends")
 _JOB_S = ("job_states", "holds")
 #: Children before parents.
 ORDER = (
     "chunks", "leases", "sample_ends", "samples", "groups", "steps", "checkpoints", "weight_versions", "events", "holds", "job_states",
-    "workers", "jobs", "attempts", "runs", "cluster_samples", "decisions", "generations",
+    "workers", "jobs", "attempts", "runs", "cluster_samples", "decisions", "move_log", "generations",
 )  # fmt: skip
 
 

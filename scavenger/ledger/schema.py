@@ -244,8 +244,17 @@ leases = Table(
     _text("reason"),  # "" while it is open
     _time("granted_at"),
     _maybe_time("ended_at"),
-    Index("ix_leases_worker", "worker_id"),
     **_UPDATED,
+)
+
+#: Moves of many samples at once that are durable here and not in `leases` and `samples` yet (`moves`): empty but for moments.
+move_log = Table(
+    "move_log",
+    metadata,
+    _counted(),
+    _int("n"),  # how many
+    _bytes("moves"),  # msgpack: a list of records.LeaseMoved as arrays of their fields
+    _time("at"),
 )
 
 #: The hot table: appended to and read; only retention and a purge touch rows, of samples that are final. It has no unique key but the

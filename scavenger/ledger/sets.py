@@ -120,21 +120,25 @@ def apart(shapes: tuple[Shape, ...], names: tuple[str, ...], rows: Sequence[tupl
 def run_jointly(
     connection: sa.Connection, shapes: tuple[Shape, ...], kinds: tuple[type, ...], rows: Sequence[tuple[Any, ...]]
 ) -> list[int]:
-    """Run all shapes with every row (in the order of `joint_names`), where `apart` allows it; how many rows each of them changed."""
+    """Run all shapes with every row (in the order of `joint_names`), where `apart` allows it; how many rows each of them changed.
+
+    Of several updates where not all of them find all their rows, the last may be left undone and all count as what it changed.
+    """
     if connection.dialect.name != "sqlite":
         types = tuple(_POSTGRES_TYPES[kind] for kind in kinds)
         columns = list(zip(*rows, strict=True))
         single = tuple(kind not in _AS_TEXT and len(set(column)) == 1 for kind, column in zip(types, columns, strict=True))
-        made = (c[0] if one else _array(kind, c) for kind, c, one in zip(types, columns, single, strict=True))
-        counts = connection.exec_driver_sql(_postgres_joint(shapes, types, single), tuple(made)).one()
-        return [int(count) for count in counts]
+        made = [c[0] if one else _array(kind, c) for kind, c, one in zip(types, columns, single, strict=True)]
+        statement, guards = _postgres_joint(shapes, types, single)
+        changed = connection.exec_driver_sql(statement, (*made, *[len(rows)] * guards)).rowcount
+        return [changed if shape.keys else len(rows) for shape in shapes]  # an insert takes all its rows, or fails
     names = joint_names(shapes)
     connection.exec_driver_sql(f"CREATE TEMP TABLE IF NOT EXISTS {_stage(names)} ({', '.join(names)})")
     for part in parts(rows, min(SQLITE_ROWS, _SQLITE_PARAMETERS // len(names))):
         connection.exec_driver_sql(_sqlite_stage(names, len(part)), tuple(chain.from_iterable(part)))
-    changed = [connection.exec_driver_sql(statement).rowcount for statement in _sqlite_joint(shapes)]
+    counts = [connection.exec_driver_sql(statement).rowcount for statement in _sqlite_joint(shapes)]
     connection.exec_driver_sql(f"DELETE FROM {_stage(names)}")
-    return changed
+    return counts
 
 
 def parts(rows: Sequence[tuple[Any, ...]], most: int) -> Iterator[Sequence[tuple[Any, ...]]]:
@@ -185,8 +189,13 @@ def _sqlite_joint(shapes: tuple[Shape, ...]) -> tuple[str, ...]:
 
 
 @functools.cache
-def _postgres_joint(shapes: tuple[Shape, ...], types: tuple[str, ...], single: tuple[bool, ...]) -> str:
-    """One statement: `v`, each shape as a part of it, and what each changed. A value that all rows share travels once."""
+def _postgres_joint(shapes: tuple[Shape, ...], types: tuple[str, ...], single: tuple[bool, ...]) -> tuple[str, int]:
+    """One statement: `v`, each shape as a part of it, the last update at its end; and how many guards it has.
+
+    A value that all rows share travels once. Only the end's count comes for nothing: to have each part return its rows and to count them
+    costs a fifth of the whole. So inserts, which take all rows or fail, return nothing, and each update but the last is guarded: where
+    it did not change as many rows as the guard says, the last changes none.
+    """
     names = joint_names(shapes)
     dialect = _DIALECTS["postgresql"].dialect()
     given = {name: f"u.{name}" for name, one in zip(names, single, strict=True) if not one}
@@ -196,10 +205,11 @@ def _postgres_joint(shapes: tuple[Shape, ...], types: tuple[str, ...], single: t
     )
     arrays = ", ".join(f"g.{name}" for name in given)
     rows = ", ".join(given.get(name, f"g.{name}") for name in names)
+    *before, last = sorted(shapes, key=lambda shape: bool(shape.keys))  # inserts first; updates in their order
     parts = [f"v AS MATERIALIZED (SELECT {rows} FROM (SELECT {columns}) AS g, unnest({arrays}) AS u({', '.join(given)}))"]
-    parts += [f"s{n} AS ({_over(shape, dialect, 'v')} RETURNING 1)" for n, shape in enumerate(shapes)]
-    counts = ", ".join(f"(SELECT count(*) FROM s{n})" for n in range(len(shapes)))
-    return f"WITH {', '.join(parts)} SELECT {counts}"
+    parts += [f"s{n} AS ({_over(shape, dialect, 'v')}{' RETURNING 1' if shape.keys else ''})" for n, shape in enumerate(before)]
+    guards = [f" AND (SELECT count(*) FROM s{n}) = %s" for n, shape in enumerate(before) if shape.keys]
+    return f"WITH {', '.join(parts)} {_over(last, dialect, 'v')}{''.join(guards)}", len(guards)
 
 
 def _over(shape: Shape, dialect: Any, v: str) -> str:

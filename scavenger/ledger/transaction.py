@@ -23,11 +23,12 @@ from typing import Any
 import sqlalchemy as sa
 
 from scavenger.errors import Fenced, LedgerError
-from scavenger.ledger import sets
+from scavenger.ledger import moves, sets
 from scavenger.ledger.bulk import append_chunks
 from scavenger.ledger.compaction import reduce_contents
+from scavenger.ledger.moves import Plan
 from scavenger.ledger.parameters import each, tuples
-from scavenger.ledger.records import ChunkAccepted, ContentsReduced, Record
+from scavenger.ledger.records import ChunkAccepted, ContentsReduced, LeaseMoved, Record
 from scavenger.ledger.schema import generations
 from scavenger.ledger.statements import KINDS, Statement, arrange, describe
 from scavenger.ledger.store import BEGIN, require_head
@@ -98,6 +99,7 @@ def grant_generation(engine: sa.Engine, host: str, pid: int, code_version: str, 
     with open_connection(engine) as connection, connection.begin():
         require_head(connection)
         granted = _grant(connection, now, announced)
+        moves.fold_left(connection, _write_moves)
         row = {"generation": int(granted), "uid": granted.uid, "timeline": granted.timeline, "host": host, "pid": pid}
         connection.execute(sa.insert(generations).values(**row, code_version=code_version, started_at=now, committed_at=now, batch=0))
     return granted
@@ -143,22 +145,37 @@ def _contradiction(connection: sa.Connection, newest: int, announced: Announced)
     return ""
 
 
-def commit_batch(connection: sa.Connection, generation: Generation, batch: int, records: Sequence[Record], now: float) -> bool:
+def commit_batch(
+    connection: sa.Connection, generation: Generation, batch: int, records: Sequence[Record], now: float, plan: Plan | None = None
+) -> bool:
     """Write `records` as transaction number `batch` (from 1 on) of `generation`; returns once they are durable.
 
+    `plan`: what a `MoveLog` says is to be done with these records and with logged moves; None: all is written in place.
     False: that transaction was committed by an earlier try. Raises `Fenced`, `LedgerError` for a record that matches no row, or
     what the driver raises; then nothing was written, or, if the connection broke, perhaps all: try the same batch again.
     """
     with connection.begin():
-        if not _advance(connection, generation, batch, now):
-            return False
-        for kind, same in arrange(records):
-            _run_all(connection, KINDS[kind].statements, same)
-            if kind is ChunkAccepted:
-                append_chunks(connection, [record for record in same if isinstance(record, ChunkAccepted)])
-            elif kind is ContentsReduced:
-                reduce_contents(connection, [record for record in same if isinstance(record, ContentsReduced)])
-    return True
+        fresh = _advance(connection, generation, batch, now)
+        if fresh:
+            _write(connection, plan or Plan((), records, ()), now)
+    return fresh
+
+
+def _write(connection: sa.Connection, plan: Plan, now: float) -> None:
+    if plan.fold:
+        moves.fold(connection, plan.fold, _write_moves)
+    for kind, same in arrange(plan.records):
+        _run_all(connection, KINDS[kind].statements, same)
+        if kind is ChunkAccepted:
+            append_chunks(connection, [record for record in same if isinstance(record, ChunkAccepted)])
+        elif kind is ContentsReduced:
+            reduce_contents(connection, [record for record in same if isinstance(record, ContentsReduced)])
+    if plan.log:
+        moves.append(connection, plan.log, now)
+
+
+def _write_moves(connection: sa.Connection, batch: Sequence[LeaseMoved]) -> None:
+    _run_all(connection, KINDS[LeaseMoved].statements, batch)
 
 
 def _advance(connection: sa.Connection, generation: Generation, batch: int, now: float) -> bool:
@@ -184,12 +201,13 @@ def _advance(connection: sa.Connection, generation: Generation, batch: int, now:
 def _run_all(connection: sa.Connection, statements: tuple[Statement, ...], records: Sequence[Record]) -> None:
     """The statements of one kind, in order: over one table of their parameters where they have it in common."""
     shapes = tuple(s.shape for s in statements if s.shape is not None and s.rows is each)
-    if 1 < len(shapes) == len(statements) and len(records) >= sets.FEWEST and sets.possible(connection):
+    strict = all(s.must_match for s in statements if s.shape is not None and s.shape.keys)  # what joint counts rest on
+    if 1 < len(shapes) == len(statements) and strict and len(records) >= sets.FEWEST and sets.possible(connection):
         names = sets.joint_names(shapes)
         types, rows = tuples(names, each, records)
         if sets.apart(shapes, names, rows):
             for statement, changed in zip(statements, sets.run_jointly(connection, shapes, types, rows), strict=True):
-                _compare(statement, records, len(rows), changed)
+                _compare(statement, records, len(rows), changed, counted=connection.dialect.name == "sqlite")
             return
     for statement in statements:
         _run(connection, statement, records)
@@ -212,10 +230,11 @@ def _run(connection: sa.Connection, statement: Statement, records: Sequence[Reco
     _compare(statement, records, wanted, changed)
 
 
-def _compare(statement: Statement, records: Sequence[Record], wanted: int, changed: int) -> None:
+def _compare(statement: Statement, records: Sequence[Record], wanted: int, changed: int, *, counted: bool = True) -> None:
     if statement.must_match and changed != wanted:
+        many = f"{wanted - changed}" if counted else "one or more"
         raise LedgerError(
-            f"{wanted - changed} of {wanted} {type(records[0]).__name__} records name a row that is not there, "
+            f"{many} of {wanted} {type(records[0]).__name__} records name a row that is not there, "
             f"among them perhaps {describe(records[0])}",
             "this is a bug of the daemon; nothing of the batch was written",
         )

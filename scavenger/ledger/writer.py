@@ -24,6 +24,7 @@ import structlog
 from scavenger.errors import Fenced, LedgerError
 from scavenger.ledger import restoring
 from scavenger.ledger.faults import FINAL, REMEDIES, TRANSITIONS, WriterState, classify, explain, remedy
+from scavenger.ledger.moves import QUIET_S, MoveLog
 from scavenger.ledger.records import Record
 from scavenger.ledger.statements import weigh
 from scavenger.ledger.store import open_engine, sqlite_file
@@ -104,6 +105,7 @@ class Writer:
 
         self._generation = Generation.of(0, "", "", restored=False, began="")
         self._batch = 0
+        self._moves = MoveLog()
         self._thread: threading.Thread | None = None
 
     # ------------------------------------------------------------ for the daemon
@@ -153,6 +155,11 @@ class Writer:
         """About the memory that they take."""
         with self._changed:
             return self._backlog_bytes
+
+    @property
+    def logged_moves(self) -> int:
+        """Moves of samples that are durable in the log and not in `leases` and `samples` yet."""
+        return len(self._moves)
 
     @property
     def wal_bytes(self) -> int:
@@ -212,7 +219,8 @@ class Writer:
                 connection = self._write(connection, [record for item in work for record in item.records])
                 if connection is None:
                     return
-                self._acknowledge(work)
+                if work:
+                    self._acknowledge(work)
                 if not self._look_at_wal(sum(item.nbytes for item in work)):
                     return
         except BaseException as error:
@@ -223,11 +231,15 @@ class Writer:
                 connection.close()
 
     def _next(self) -> list[_Submission] | None:
-        """Wait for work: all that is queued, up to a transaction's size. It stays in the queue until it is durable. None: stop."""
+        """Wait for work: all that is queued, up to a transaction's size. It stays in the queue until it is durable. None: stop.
+
+        No work, but a transaction: logged moves that nothing came for are folded.
+        """
         with self._changed:
             while not self._queue and not self._closing:
-                self._changed.wait()
-            if not self._queue or self._give_up:
+                if not self._changed.wait(QUIET_S if self._moves else None):
+                    return []
+            if self._give_up or not (self._queue or self._moves):
                 return None
             work: list[_Submission] = []
             nbytes = 0
@@ -240,14 +252,14 @@ class Writer:
 
     def _write(self, connection: sa.Connection | None, records: Sequence[Record]) -> sa.Connection | None:
         """Commit `records`, however many tries it takes. None: the writer has stopped and they are not durable."""
-        if not records:
+        if not records and not self._moves:
             return connection if connection is not None else self._open()
-        tries = 0
+        tries, plan = 0, self._moves.plan(records, self._now())
         while True:
             try:
                 if connection is None:
                     connection = self._open()
-                commit_batch(connection, self._generation, self._batch + 1, records, self._now())
+                commit_batch(connection, self._generation, self._batch + 1, records, self._now(), plan)
             except (sa.exc.DBAPIError, LedgerError, OSError) as error:
                 failure: BaseException = error
             except Exception as error:
@@ -257,6 +269,7 @@ class Writer:
                 failure = error
             else:
                 self._batch += 1
+                self._moves.done(plan, self._now())
                 self._enter(WriterState.OK, "")
                 return connection
             state = classify(failure)

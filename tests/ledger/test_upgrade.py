@@ -50,7 +50,7 @@ def common(now: Rows, then: Rows) -> tuple[Rows, Rows]:
 def test_rows_of_every_table_go_down_and_up_through_every_revision(url: str) -> None:
     written(url, everything())
     whole = dump(url)
-    assert all(whole.values()), "every table has rows"
+    assert all(rows for name, rows in whole.items() if name != "move_log"), "every table has rows, but the one that is emptied"
     for revision in revisions()[-2::-1]:
         store.downgrade(url, revision)
         found = dump(url)
