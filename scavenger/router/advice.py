@@ -32,9 +32,12 @@ def placements(core: Core, run: Run) -> list[Placement]:
     view = LiveView(core, run)
     if not any(slot.leases < slot.max_batch for slot in view.slots()):
         return []
+    answers = run.policy.place(view, core.now)
+    if not answers:
+        return []
     free = {slot.worker_id: slot.max_batch - slot.leases for slot in view.slots()}
     version, taken, kept = view.version, set[int](), []
-    for answer in run.policy.place(view, core.now):
+    for answer in answers:
         sample = core.samples.get(answer.sample_id)
         waits = sample is not None and sample.id in run.queue and sample.group.version == version and sample.id not in taken
         if not waits or free.get(answer.worker_id, 0) < 1:
@@ -49,6 +52,8 @@ def placements(core: Core, run: Run) -> list[Placement]:
 def place_queued(core: Core, run: Run) -> None:
     """Lease queued samples as the policy says. A lease is sent once it is durable."""
     answers = placements(core, run)
+    if not answers:
+        return
     run.queue.discard_all([core.samples[answer.sample_id] for answer in answers])
     batches: dict[int, list[Placement]] = {}
     for answer in answers:
@@ -96,6 +101,7 @@ def _take(core: Core, worker: Worker, moves: Sequence[Move]) -> None:
     if worker.protocol >= YIELDS:
         for move, sample in held:
             worker.yielding[sample.id] = Yielding(sample.epoch, move.to_worker, move.reason, core.now)
+            sample.seen = None
         core.send_durable(worker.conn, Yield(names, why))  # behind the leases themselves
         return
     core.send_durable(worker.conn, Revoke(names, why))

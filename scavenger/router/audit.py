@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scavenger.router import advice
+from scavenger.router import advice, views
 from scavenger.router import samples as sm
 from scavenger.router.policy import Standard
 from scavenger.router.state import Core, Run, Sample, SampleStatus, Worker, WorkerStatus
@@ -30,9 +30,13 @@ def _check_sample(core: Core, sample: Sample) -> None:
     assert queued == (sample.status is SampleStatus.QUEUED), f"sample {sample.id}: {sample.status}, in queue: {queued}"
     assert sample.durable <= sample.accepted <= sample.group.sampling.max_tokens, f"sample {sample.id}: lengths out of order"
     assert core.groups.get(sample.group.id) is sample.group, f"sample {sample.id}: its group is forgotten"
+    known = sample.seen
+    assert known is None or known == views.fresh_view(sample), f"sample {sample.id} changed since policies saw it: {known}"
 
 
 def _check_worker(core: Core, worker: Worker) -> None:
+    seen = worker.slots
+    assert seen is None or seen.leases == len(worker.leases), f"worker {worker.id}: its leases changed since policies saw it: {seen}"
     for sample in worker.leases.values():
         assert sample.worker_id == worker.id, f"worker {worker.id} holds sample {sample.id} of worker {sample.worker_id}"
     for sample_id, asked in worker.yielding.items():

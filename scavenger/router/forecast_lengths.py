@@ -11,6 +11,7 @@ true length of a running sample: all is what the ledger has.
 
 from __future__ import annotations
 
+import functools
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,6 +34,8 @@ PRIOR_PAIRS = 64.0
 #: Answers whose weight the memory of earlier steps aims at: a big step forgets quickly, a small one slowly.
 MEMORY = 1024.0
 _EDGE = 1e-9
+_ALMOST = 1 - 1e-12
+_SIXTHS = (5 / 6, 0.5, 1 / 6)
 _MASK = (1 << 64) - 1
 
 
@@ -145,11 +148,35 @@ class Table:
         mean, sd = math.sqrt(self.correlation) * belief.mean, math.sqrt(1 - self.correlation * (1 - belief.sd * belief.sd))
         sd = max(sd, 1e-3)
         left = upper_tail((self.score(have) - mean) / sd) if have > self.edges[0] else 1.0
-        total, least = 0.0, have + 1.0
-        for share in (5 / 6, 0.5, 1 / 6):
-            length = self.length(mean - sd * _quantile(min(1 - 1e-12, max(left * share, 1e-12))))
+        total, least, scores, logs = 0.0, have + 1.0, self.scores, self.logs
+        for share in _SIXTHS:  # `length`, written out: it is asked three times for each sample of a step
+            score = mean - sd * _quantile(min(_ALMOST, max(left * share, 1e-12)))
+            at = bisect_left(scores, score)
+            if at == 0:
+                length = self.edges[0]
+            elif at == len(scores):
+                length = float(self.cap)
+            else:
+                low = scores[at - 1]
+                start = logs[at - 1]
+                length = math.exp(start + (score - low) / (scores[at] - low) * (logs[at] - start))
             total += length if length > least else least
         return min(float(self.cap), total / 3)
+
+    def together(self, belief: Belief, running: Sequence[int], shares: Iterable[float], group_share: float) -> tuple[float, ...]:
+        """`at` for a group's running samples at once, each with its share."""
+        root = math.sqrt(self.correlation)
+        mean = root * belief.mean + root * belief.sd * _quantile(group_share)
+        sd = math.sqrt(max(1 - self.correlation, 1e-6))
+        cap, shortest = float(self.cap), self.edges[0]
+        lengths = []
+        for have, share in zip(running, shares, strict=True):
+            left = upper_tail((self.score(have) - mean) / sd) if have > shortest else 1.0
+            length = self.length(mean - sd * _quantile(min(_ALMOST, max(left * (1 - share), 1e-12))))
+            least = have + 1.0
+            length = length if length > least else least
+            lengths.append(length if length < cap else cap)
+        return tuple(lengths)
 
 
 class LengthForecast:
@@ -236,6 +263,7 @@ class LengthForecast:
         self._pairs = keep * self._pairs + pairs
 
 
+@functools.lru_cache(maxsize=4096)
 def corput(index: int, base: int = 2) -> float:
     """The `index`-th point (from 1) of the van der Corput sequence: shares that fill (0, 1) evenly, the same at each call."""
     share, unit = 0.0, 1.0
@@ -254,6 +282,12 @@ def scatter(key: int, index: int) -> float:
     return ((mixed ^ (mixed >> 31)) + 0.5) / (_MASK + 1)
 
 
+@functools.lru_cache(maxsize=4096)
+def scattered(key: int, count: int) -> tuple[float, ...]:
+    """`scatter` of the first `count` samples of a group: asked for again at each look at a step."""
+    return tuple(scatter(key, index) for index in range(count))
+
+
 def impute(table: Table, groups: Mapping[int, Group], beliefs: Mapping[int, Belief] | None = None) -> dict[int, tuple[float, ...]]:
     """One plausible final length of each running sample of each group, in the order of `Group.running`.
 
@@ -265,6 +299,6 @@ def impute(table: Table, groups: Mapping[int, Group], beliefs: Mapping[int, Beli
     for key in sorted(groups):
         group = groups[key]
         if group.running:
-            belief, share = beliefs[key] if beliefs else table.belief(group), corput(key + 1)
-            imputed[key] = tuple(table.at(belief, have, scatter(key, i), share) for i, have in enumerate(group.running))
+            belief = beliefs[key] if beliefs else table.belief(group)
+            imputed[key] = table.together(belief, group.running, scattered(key, len(group.running)), corput(key + 1))
     return imputed

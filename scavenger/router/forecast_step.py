@@ -21,7 +21,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+import msgspec
 
 from scavenger.router.forecast_speed import Curve
 
@@ -41,8 +43,7 @@ class Pool:
     slots: int
 
 
-@dataclass(frozen=True, slots=True)
-class Outstanding:
+class Outstanding(msgspec.Struct, frozen=True, gc=False):
     """A sample under way: tokens of context now, tokens to come (expected or imputed), and its group."""
 
     have: float
@@ -103,25 +104,25 @@ class _Profile:
 
 
 def _profile(situation: Situation) -> _Profile:
-    samples = sorted((max(1.0, s.rest), s.have, s.group) for s in situation.samples)
+    samples = sorted([(s.rest if s.rest > 1.0 else 1.0, s.have, s.group) for s in situation.samples])
     ends, todo = [], len(samples)
     while todo:
         todo -= max(1, int(todo * BUCKET_SHARE))
         ends.append(len(samples) - todo)
     rests = [samples[end - 1][0] for end in ends]
-    have_left = sum(have for _, have, _ in samples)
+    have_left = sum([have for _, have, _ in samples])
     width, count, mean = [], [], []
     first, before = 0, 0.0
     for end, rest in zip(ends, rests, strict=True):
         inside = samples[first:end]
-        spent = sum(own - before for own, _, _ in inside)  # sample-tokens of those that end here
+        spent = sum([own - before for own, _, _ in inside])  # sample-tokens of those that end here
         lasting = len(samples) - end
         span = rest - before
         n = lasting + (spent / span if span else len(inside))
         width.append(span)
         count.append(n)
         mean.append(have_left / (len(samples) - first) + before + span / 2)
-        have_left -= sum(have for _, have, _ in inside)
+        have_left -= sum([have for _, have, _ in inside])
         first, before = end, rest
     groups, tokens = _completions(situation, samples, rests)
     return _Profile(tuple(width), tuple(count), tuple(mean), groups, tokens)
@@ -161,12 +162,10 @@ class _Fleet:
             engines += more * math.exp(-self._loss * (t - after))
         return engines
 
-    def reserved(self, t: float) -> float:
-        return self._reserved.engines if self._from <= t < self._to else 0.0
-
     def pace(self, t: float, n: float, mean: float) -> tuple[float, float]:
         """(seconds in which each of n samples gains a token, share of the samples on reserved engines) at time t; (inf, 0) with nobody."""
-        reserved, harvested = self.reserved(t), self.harvested(t)
+        reserved = self._reserved.engines if self._from <= t < self._to else 0.0
+        harvested = self.harvested(t) if self._arrivals else self._harvested.engines * math.exp(-self._loss * t)
         if harvested <= FEW:
             return (NEVER, 0.0) if reserved <= FEW else (_alone(self._reserved, reserved, n, mean), 1.0)
         if reserved <= FEW:
@@ -185,8 +184,10 @@ class _Fleet:
 
 def _alone(pool: Pool, engines: float, n: float, mean: float) -> float:
     """Seconds in which each of n samples gains a token on engines of one kind: at least those of a sample that is alone."""
-    curve, running = pool.curve, min(n, engines * pool.slots)
-    return (curve.base + (curve.per_sample + curve.per_token * mean) * max(1.0, running / engines)) * n / running
+    curve, room = pool.curve, engines * pool.slots
+    running = room if room < n else n
+    each = running / engines
+    return (curve.base + (curve.per_sample + curve.per_token * mean) * (each if each > 1.0 else 1.0)) * n / running
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,16 +199,16 @@ class _Cursor:
     part: float = 0.0
 
 
-def _generate(profile: _Profile, fleet: _Fleet, start: _Cursor, until: float = NEVER) -> tuple[list[float], list[_Cursor]]:
-    """Times at which the buckets from `start` on end, and cursors at their ends; stops at `until`."""
+def _generate(profile: _Profile, fleet: _Fleet, start: _Cursor) -> list[float]:
+    """Times at which the buckets from `start` on end."""
     t, part = start.t, start.part
     times: list[float] = []
-    cursors: list[_Cursor] = []
     changes = [c for c in fleet.changes if c > t]
-    for j in range(start.bucket, len(profile.width)):
-        left = profile.width[j] * (1 - part)
+    pace_of, widths, counts, means = fleet.pace, profile.width, profile.count, profile.mean
+    for j in range(start.bucket, len(widths)):
+        left = widths[j] * (1 - part)
         while left > 0:
-            pace, _ = fleet.pace(t, profile.count[j], profile.mean[j])
+            pace, _ = pace_of(t, counts[j], means[j])
             needed = left * pace
             if changes and t + needed > changes[0]:
                 left -= (changes[0] - t) / pace if pace < NEVER else 0.0
@@ -216,11 +217,8 @@ def _generate(profile: _Profile, fleet: _Fleet, start: _Cursor, until: float = N
             t += needed
             left = 0.0
         times.append(t)
-        cursors.append(_Cursor(t, j + 1, 0.0))
         part = 0.0
-        if t >= until:
-            break
-    return times, cursors
+    return times
 
 
 def _train(situation: Situation, profile: _Profile, times: Sequence[float], start_s: float) -> float:
@@ -251,12 +249,12 @@ class StepModel:
         since = situation.reserved_after_s if situation.awake else situation.busy_s + situation.costs.wake_s
         self._open = _Fleet(situation, since, NEVER)
         self._shut = _Fleet(situation, NEVER, NEVER)
-        self.times, self._cursors = _generate(self.profile, self._open, _Cursor())
+        self.times = _generate(self.profile, self._open, _Cursor())
         self.end_s = self.times[-1] if self.times else 0.0
 
     def asleep_s(self) -> float:
         """The rest of the step when reserved engines train from now on, with no toggle."""
-        times, _ = _generate(self.profile, self._shut, _Cursor())
+        times = _generate(self.profile, self._shut, _Cursor())
         return self._finish(times, self.situation.busy_s)
 
     def close_s(self, window_s: float) -> float:
@@ -266,7 +264,7 @@ class StepModel:
         done = bisect_right(self.times, window_s)
         cursor = self._at(window_s, done)
         t = window_s + self._stall_s(cursor)
-        later, _ = _generate(self.profile, self._shut, replace(cursor, t=t))
+        later = _generate(self.profile, self._shut, _Cursor(t, cursor.bucket, cursor.part))
         return self._finish([*self.times[:done], *later], max(window_s, self.situation.busy_s) + self.situation.costs.sleep_s)
 
     def _at(self, t: float, done: int) -> _Cursor:

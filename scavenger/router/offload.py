@@ -20,11 +20,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
+import msgspec
+
 from scavenger.router.forecast_speed import Curve
 
 
-@dataclass(frozen=True, slots=True)
-class Running:
+class Running(msgspec.Struct, frozen=True, gc=False):
     """A leased sample. `have`: tokens of context, prompt included; `rest`: expected tokens to come.
 
     `fixed`: it may not move now. `left`: engines that it was taken from before; it never goes back to one.

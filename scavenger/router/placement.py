@@ -21,6 +21,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
+
 from scavenger.router.forecast_speed import Curve
 
 Slot = tuple[float, int, int, int, str]  # share taken, worker id, leases, max_batch, node
@@ -91,8 +93,7 @@ OLDEST_EVERY = 8
 GROUP_SHARE = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(msgspec.Struct, frozen=True, gc=False):
     """A queued sample as the forecast sees it. `have`: tokens of context, prompt included; `rest`: expected tokens to come.
 
     `moved`: it was begun elsewhere. Ids grow with age.
@@ -106,8 +107,7 @@ class Job:
     avoid: Set[str] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
-class Ranked:
+class Ranked(msgspec.Struct, frozen=True, gc=False):
     """A sample and why it is next."""
 
     job: Job

@@ -131,6 +131,13 @@ class RunView(Protocol):
     def waits(self) -> int:
         """Samples that wait for any version."""
 
+    @property
+    def came(self) -> object:
+        """While it stays equal nobody is in `queued` who was not before."""
+
+    def is_waiting(self, sample_id: int) -> bool:
+        """Whether a sample is in `queued`."""
+
     def waiting(self) -> Iterator[Waiting]:
         """`queued` in short, for who needs no more: costs nothing until it is read."""
 
@@ -154,6 +161,13 @@ class PlainView:
     @property
     def waits(self) -> int:
         return len(self.queued)
+
+    @property
+    def came(self) -> object:
+        return frozenset(sample.id for sample in self.queued)
+
+    def is_waiting(self, sample_id: int) -> bool:
+        return any(sample.id == sample_id for sample in self.queued)
 
     def waiting(self) -> Iterator[Waiting]:
         return (Waiting(sample.id, sample.avoid) for sample in self.queued)

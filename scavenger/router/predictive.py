@@ -14,8 +14,10 @@ A run asks often: what is dear is done again only when the fleet or the step cha
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+
+import msgspec
 
 from scavenger.harvest import autoscale
 from scavenger.router import offload, placement
@@ -93,6 +95,8 @@ class Predictive:
         self._ranked: list[placement.Ranked] = []
         self._ranked_ids: frozenset[int] = frozenset()
         self._ranked_at = -math.inf
+        self._ranked_came: object = None  # `RunView.came` for which the ranking is known to hold all that wait
+        self._ranked_from = 0  # those before this one in the ranking wait no more
         self._limits: dict[int, int] = {}
         self._shared: Picture | None = None  # of this moment, for the next who asks in it
         self._share = 0
@@ -200,18 +204,31 @@ class Predictive:
         free = [s for s in view.slots() if s.leases < self._limit(s)]
         if not free:
             return ()
-        waiting = {sample.sample_id: sample.avoid for sample in view.waiting()}
-        if now < self._ranked_at + RANKING_S and waiting.keys() <= self._ranked_ids:
-            return self._place_ranked(waiting.keys(), free)
+        if now < self._ranked_at + RANKING_S and self._all_ranked(view):
+            return self._place_ranked(view, free)
         return self._place_anew(view, now)
+
+    def _all_ranked(self, view: RunView) -> bool:
+        """Whether all that wait are in the ranking. They were, and nobody came since, in all but a few cases."""
+        came = view.came
+        if came != self._ranked_came:
+            if not self._ranked_ids.issuperset(sample.sample_id for sample in view.waiting()):
+                return False
+            self._ranked_came, self._ranked_from = came, 0  # who was placed may wait again
+        return True
 
     def _limit(self, slots: placement.Slots) -> int:
         """Leases that a worker gets by the last ranking; one that was not there then gets the share that was kept for it."""
         return min(slots.max_batch, self._limits.get(slots.worker_id, self._share or slots.max_batch))
 
-    def _place_ranked(self, waiting: Set[int], free: Sequence[placement.Slots]) -> list[Placement]:
+    def _place_ranked(self, view: RunView, free: Sequence[placement.Slots]) -> list[Placement]:
         """A slot or two came free: the next of the ranking, to the emptiest."""
-        queue = (placement.Waiting(r.job.sample_id, r.job.avoid) for r in self._ranked if r.job.sample_id in waiting)
+        ranked, first = self._ranked, self._ranked_from
+        while first < len(ranked) and not view.is_waiting(ranked[first].job.sample_id):
+            first += 1
+        self._ranked_from = first
+        rest = (ranked[at].job for at in range(first, len(ranked)))
+        queue = (placement.Waiting(job.sample_id, job.avoid) for job in rest if view.is_waiting(job.sample_id))
         slots = [placement.Slots(s.worker_id, s.leases, self._limit(s), s.node) for s in free]
         return [Placement(s, w, None, "next in the ranking, to the emptiest engine") for s, w in placement.place(queue, slots)]
 
@@ -220,15 +237,17 @@ class Predictive:
         picture = self._picture(view, now)
         self._shared = None
         expected = picture.expected
+        queued = view.queued
         jobs = [
             placement.Job(s.id, s.group_id, s.prompt_tokens + s.length, expected[s.id], s.length > 0, s.avoid)
-            for s in view.queued
+            for s in queued
             if s.id in expected
         ]
         begun = {g for g, group in picture.groups.items() if group.finished or any(s.worker_id or s.length for s in group.running)}
         to_whole = {g: max((expected[s.id] for s in group.running), default=0.0) for g, group in picture.groups.items()}
         self._ranked = placement.order(jobs, begun, to_whole, self._starved(picture))
         self._ranked_ids, self._ranked_at = frozenset(job.sample_id for job in jobs), now
+        self._ranked_came, self._ranked_from = view.came if len(jobs) == len(queued) else None, 0
         engines = {engine.worker_id: engine for engine in self._engines_of(picture)}
         self._limits, self._share = {worker_id: engine.limit for worker_id, engine in engines.items()}, picture.fair_share
         leases = placement.assign(self._ranked, engines.values())
@@ -353,7 +372,8 @@ class Predictive:
         if len(able) < 2 or end_s < worth_s:
             return ()
         views = {s.id: s for samples in picture.held.values() for s in samples}
-        long = [replace(one, samples=tuple(replace(s, rest=picture.longest(views[s.sample_id])) for s in one.samples)) for one in able]
+        rests = {sample_id: picture.longest(view) for sample_id, view in views.items()}
+        long = [replace(one, samples=tuple(_with_rest(s, rests[s.sample_id]) for s in one.samples)) for one in able]
         merged = offload.merge(long, price, end_s, worth_s)
         if not merged.emptied:
             return ()
@@ -377,3 +397,7 @@ class Predictive:
         retired = len(self._retired & {w.id for w in view.workers})
         self._asked = max(0, target - retired), f"{why}; {retired} were freed by merging the step's tail" if retired else why
         return self._asked
+
+
+def _with_rest(sample: offload.Running, rest: float) -> offload.Running:
+    return msgspec.structs.replace(sample, rest=rest)

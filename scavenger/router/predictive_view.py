@@ -46,7 +46,7 @@ class Picture:
         self.step = view.step
         self.workers: Sequence[WorkerView] = view.workers
         self._forecast = forecast
-        self._beliefs = beliefs
+        self._known = beliefs
         self.groups: dict[int, GroupState] = {}
         self.held: dict[int, list[SampleView]] = {}
         cap = 1
@@ -77,26 +77,24 @@ class Picture:
     def expected(self) -> dict[int, float]:
         """Expected tokens to come of each sample that is not done."""
         rests: dict[int, float] = {}
-        for group_id, group in self.groups.items():
-            if not group.running:
-                continue
-            belief = self._belief(group_id, group)
+        expected = self.table.expected
+        for group_id, belief in self.beliefs.items():
             fresh: float | None = None
-            for sample in group.running:
-                if sample.length:
-                    rests[sample.id] = self.table.expected(belief, sample.length) - sample.length
+            for sample in self.groups[group_id].running:
+                length = sample.length
+                if length:
+                    rests[sample.id] = expected(belief, length) - length
                     continue
                 if fresh is None:
-                    fresh = self.table.expected(belief, 0)
+                    fresh = expected(belief, 0)
                 rests[sample.id] = fresh
         return rests
 
     @cached_property
     def imputed(self) -> dict[int, float]:
         """One plausible number of tokens to come of each sample that is not done."""
-        keys = {group_id: group.key() for group_id, group in self.groups.items() if group.running}
-        beliefs = {group_id: self._belief(group_id, self.groups[group_id]) for group_id in keys}
-        lengths = impute(self.table, keys, beliefs)
+        keys = {group_id: self.groups[group_id].key() for group_id in self.beliefs}
+        lengths = impute(self.table, keys, self.beliefs)
         return {
             sample.id: length - sample.length
             for group_id in keys
@@ -105,18 +103,22 @@ class Picture:
 
     def longest(self, sample: SampleView) -> float:
         """Tokens to come that this sample exceeds in one of ten cases only."""
-        belief = self._belief(sample.group_id, self.groups[sample.group_id])
-        return self.table.at(belief, sample.length, SAFE) - sample.length
+        return self.table.at(self.beliefs[sample.group_id], sample.length, SAFE) - sample.length
+
+    @cached_property
+    def beliefs(self) -> dict[int, Belief]:
+        """Of each group that is not whole."""
+        return {group_id: self._belief(group_id, group) for group_id, group in self.groups.items() if group.running}
 
     def _belief(self, group_id: int, group: GroupState) -> Belief:
         """Solved again when a sibling finished, or one has grown by about a quarter."""
-        grown = tuple(_octave(s.length) for s in group.running)
+        grown = tuple([_octave(s.length) for s in group.running])
         stamp = (len(group.finished), grown, round(self.table.correlation, 2))
-        known = self._beliefs.get(group_id)
+        known = self._known.get(group_id)
         if known is not None and known[0] == stamp:
             return known[1]
         belief = self.table.belief(group.key())
-        self._beliefs[group_id] = (stamp, belief)
+        self._known[group_id] = (stamp, belief)
         return belief
 
     # ---------------------------------------------------------------- engines

@@ -8,7 +8,7 @@ take it out first.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from typing import TYPE_CHECKING
 
 from scavenger.router import placement
@@ -33,9 +33,11 @@ class Queue:
         self._samples: dict[int, Sample] = {}
         self._order: dict[int, list[Key]] = {}
         self._fresh: dict[int, list[Key]] = {}
+        self.came = 0  # samples that ever came
 
     def add(self, sample: Sample) -> None:
         self._samples[sample.id] = sample
+        self.came += 1
         version = sample.group.version
         fresh = self._fresh.get(version)
         if fresh is None:
@@ -73,14 +75,19 @@ class Queue:
         else:
             del self._order[version]
 
-    def versions(self) -> set[int]:
+    def versions(self) -> Set[int]:
         """Versions that samples wait for."""
-        return self._order.keys() | self._fresh.keys()
+        return self._order.keys() | self._fresh.keys() if self._fresh else self._order.keys()
 
     def waiting(self, version: int) -> Iterator[Sample]:
         """The samples that wait for a version, first come those to be placed first."""
         for key in self._sorted(version):
             yield self._samples[key[3]]
+
+    def waits_for(self, sample_id: int, version: int) -> bool:
+        """Whether a sample waits, and for this version."""
+        sample = self._samples.get(sample_id)
+        return sample is not None and sample.group.version == version
 
     def _sorted(self, version: int) -> list[Key]:
         fresh = self._fresh.pop(version, None)

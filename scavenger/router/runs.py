@@ -361,8 +361,8 @@ def _commit(core: Core, run: Run, body: CommitStep) -> ReplyBody:
 
 def _commit_fault(body: CommitStep, groups: list[Group]) -> str:
     expected = {s.id: s for g in groups for s in g.samples}
-    got = [o.sample_id for o in body.outcomes]
-    if len(got) != len(set(got)):
+    got = {o.sample_id for o in body.outcomes}
+    if len(got) != len(body.outcomes):
         return f"step {body.step} names a sample twice"
     allowed = OUTCOMES.get(body.purpose, ())
     for outcome in body.outcomes:
@@ -371,7 +371,7 @@ def _commit_fault(body: CommitStep, groups: list[Group]) -> str:
             return f"sample {outcome.sample_id} does not belong to step {body.step}"
         if not sample.done or outcome.outcome not in allowed:
             return f"sample {outcome.sample_id} is {sample.status} and cannot be {outcome.outcome!r}"
-    missing = [i for i, s in expected.items() if i not in set(got) and s.error is None]
+    missing = [i for i, s in expected.items() if i not in got and s.error is None]
     return f"{len(missing)} samples of step {body.step} have no outcome, first: {missing[0]}" if missing else ""
 
 

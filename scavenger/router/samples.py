@@ -117,6 +117,7 @@ def _append(core: Core, worker: Worker, sample: Sample, chunk: Chunk) -> None:
     length = len(chunk.tokens) // 4
     core.payloads.append(sample.id, chunk.offset, chunk)
     sample.accepted += length
+    sample.seen = None
     sample.chunk_at = core.now
     if length > sample.largest_flush:
         sample.largest_flush = length
@@ -180,12 +181,12 @@ def _end_lease(core: Core, sample: Sample, reason: str, regenerated: int) -> Non
     if worker is not None:
         worker.leases.pop(sample.id, None)
         worker.yielding.pop(sample.id, None)
-        worker.changed = True
+        worker.changed, worker.slots = True, None
         if not worker.leases:
             worker.idle_since = core.now
             sample.group.run.idled.append(worker)
     core.record_end(rec.LeaseEnded(sample.id, sample.epoch, reason, sample.accepted, regenerated, core.now))
-    sample.worker_id = 0
+    sample.worker_id, sample.seen = 0, None
 
 
 def lost_tokens(core: Core, sample: Sample) -> int:
@@ -218,6 +219,7 @@ def charge(core: Core, sample: Sample, node: str) -> bool:
     """Count an engine's death on `node` against the sample that it held; True when these were too many."""
     sample.failures += 1
     sample.failed_nodes |= {node}
+    sample.seen = None
     enough = sample.group.run.poison_after
     # A site of one node could never reach `poison_after` different ones.
     return len(sample.failed_nodes) >= enough or sample.failures >= 3 * enough
@@ -360,7 +362,7 @@ def _grant(core: Core, sample: Sample, worker: Worker, most_tokens: int) -> tupl
     sample.reported = accepted
     sample.limit = most_tokens
     worker.leases[sample.id] = sample
-    worker.changed = True
+    worker.changed, worker.slots, sample.seen = True, None, None
     run.leased[version] = run.leased.get(version, 0) + 1
     sample.assigned_at = None
     core.lease_granted(sample)
@@ -370,5 +372,9 @@ def _grant(core: Core, sample: Sample, worker: Worker, most_tokens: int) -> tupl
 
 def target_version(run: Run) -> int:
     """The version that the run's workers shall hold: the oldest one that still has samples to generate, else the newest."""
-    wanted = [v for v in run.queue.versions() | run.leased.keys() if v in run.versions and run.versions[v].sources]
-    return min(wanted, default=max(run.versions, default=-1))
+    versions, oldest = run.versions, -1
+    for wanted in (run.queue.versions(), run.leased):
+        for version in wanted:
+            if (oldest < 0 or version < oldest) and version in versions and versions[version].sources:
+                oldest = version
+    return oldest if oldest >= 0 else max(versions, default=-1)

@@ -16,7 +16,8 @@ import msgspec
 from scavenger.ledger import records as rec
 from scavenger.router.events import Fill, ReadHistory, RouterAction, Send, Write
 from scavenger.router.payloads import Payloads
-from scavenger.router.policy import NewPolicy, RouterPolicy, Standard
+from scavenger.router.placement import Slots
+from scavenger.router.policy import NewPolicy, RouterPolicy, SampleView, Standard
 from scavenger.router.queue import Queue
 from scavenger.wire import Assign, EngineSpec, Fleet, GroupDone, Message, OpenRun, SampleKey, Sampling, WeightSource
 
@@ -90,12 +91,14 @@ class Sample:
     chunk_at: float = 0.0
     largest_flush: int = 0  # tokens of the largest chunk of this lease
     limit: int = 0  # new tokens after which this lease is handed back; 0 = never
+    seen: SampleView | None = None  # how policies see it (`views`), until any of that changes; `audit` makes it anew and compares
 
     def step(self, step: str) -> None:
         """Take one legal step, or raise and change nothing."""
         target = TRANSITIONS.get((self.status, step))
         if target is None:
             raise IllegalTransition(f"sample {self.id} is {self.status} and cannot {step}")
+        self.seen = None
         group = self.group
         if target in _OPEN:  # and so was where it came from: what is done is not opened again
             self.status = target
@@ -107,7 +110,7 @@ class Sample:
 
     def give_up(self, cause: str) -> None:
         """It ended without an answer: nothing more will be generated, and its group goes on without it."""
-        before = self.done
+        before, self.seen = self.done, None
         self.error = cause
         self.group.unfinished += before - self.done
 
@@ -257,6 +260,7 @@ class Worker:
     beat_at: float = 0.0  # when it sent its last heartbeat
     loads: int = 0  # versions that it loaded
     changed: bool = True  # whether a lease came or went since
+    slots: Slots | None = None  # how policies see its leases, until one comes or goes
     yielding: dict[int, Yielding] = field(default_factory=dict)  # sample -> what it was asked to give back
 
 

@@ -11,7 +11,7 @@ from functools import cached_property
 from scavenger.router import samples as sm
 from scavenger.router.placement import Slots, Waiting
 from scavenger.router.policy import SampleView, StepView, WorkerView
-from scavenger.router.state import Core, Run, Sample, SampleStatus, Worker
+from scavenger.router.state import Core, Run, Sample, SampleStatus, Worker, WorkerStatus
 
 #: Since this protocol a worker gives a lease back when asked, with all that it generated.
 YIELDS = 3
@@ -50,17 +50,26 @@ class LiveView:
     @cached_property
     def step(self) -> StepView:
         run = self._run
-        mine = [g for g in run.by_key.values() if (g.purpose, g.step) == run.newest and not g.orphaned]
-        samples = sum(len(g.samples) for g in mine)
+        purpose, step = run.newest
+        version = -1
+        groups = finished = delivered = 0
+        for group in run.by_key.values():
+            if group.step != step or group.purpose != purpose or group.orphaned:
+                continue
+            if not groups:
+                version = group.version
+            groups += 1
+            finished += len(group.samples) - group.unfinished
+            delivered += group.delivered_to == run.attempt
         return StepView(
-            step=run.newest[1],
-            purpose=run.newest[0],
-            version=mine[0].version if mine else -1,
+            step=step,
+            purpose=purpose,
+            version=version,
             submitted_at=run.submitted_at,
             samples=run.step_samples,
-            finished=samples - sum(g.unfinished for g in mine),
-            groups=len(mine),
-            delivered=sum(g.delivered_to == run.attempt for g in mine),
+            finished=finished,
+            groups=groups,
+            delivered=delivered,
             reserved_awake=run.reserved_awake,
             window_since=run.window_since,
             decided=run.window,
@@ -70,7 +79,7 @@ class LiveView:
     def samples(self) -> Sequence[SampleView]:
         groups = sorted(self._run.by_key.values(), key=lambda group: group.id)
         return [
-            _sample(sample)
+            sample.seen or sample_view(sample)
             for group in groups
             if not group.orphaned
             for sample in group.samples
@@ -79,11 +88,18 @@ class LiveView:
 
     @cached_property
     def queued(self) -> Sequence[SampleView]:
-        return [_sample(sample) for sample in self._run.queue.waiting(self.version)]
+        return [sample.seen or sample_view(sample) for sample in self._run.queue.waiting(self.version)]
 
     @cached_property
     def workers(self) -> Sequence[WorkerView]:
         return [self._worker(worker) for _, worker in sorted(self._run.workers.items())]
+
+    @property
+    def came(self) -> object:
+        return self.version, self._run.queue.came
+
+    def is_waiting(self, sample_id: int) -> bool:
+        return self._run.queue.waits_for(sample_id, self.version)
 
     def waiting(self) -> Iterator[Waiting]:
         return (Waiting(s.id, s.failed_nodes) for s in self._run.queue.waiting(self.version))
@@ -95,7 +111,7 @@ class LiveView:
     def _slots(self) -> Sequence[Slots]:
         most = self.max_batch
         version = self.version
-        return [Slots(w.id, len(w.leases), most, w.node) for w in self._run.workers.values() if sm.servable(w, version)]
+        return [_slots_of(w, most) for w in self._run.workers.values() if w.status is WorkerStatus.READY and sm.servable(w, version)]
 
     def _worker(self, worker: Worker) -> WorkerView:
         return WorkerView(
@@ -116,7 +132,21 @@ class LiveView:
         )
 
 
-def _sample(sample: Sample) -> SampleView:
+def _slots_of(worker: Worker, most: int) -> Slots:
+    slots = worker.slots
+    if slots is None or slots.max_batch != most:
+        slots = worker.slots = Slots(worker.id, len(worker.leases), most, worker.node)
+    return slots
+
+
+def sample_view(sample: Sample) -> SampleView:
+    """Made once for as long as nothing of it changes: a step has a thousand samples, and policies look every few seconds."""
+    if sample.seen is None:
+        sample.seen = fresh_view(sample)
+    return sample.seen
+
+
+def fresh_view(sample: Sample) -> SampleView:
     group = sample.group
     holder = group.run.workers.get(sample.worker_id)
     return SampleView(

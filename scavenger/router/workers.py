@@ -286,7 +286,8 @@ def _heartbeat(core: Core, worker: Worker, beat: Heartbeat) -> None:
                 worker.moved_at = core.now
                 gained += length - sample.reported
             context += len(sample.group.prompt) // 4 + length
-            sample.reported = length
+            if length != sample.reported:
+                sample.reported, sample.seen = length, None
         elif _assignment_lost(core, worker, sample, beat):
             worker.lost_assignments += 1
             sm.release(core, sample, "the assignment was lost")
