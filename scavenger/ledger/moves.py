@@ -24,7 +24,7 @@ from scavenger.ledger.schema import move_log
 from scavenger.ledger.statements import KINDS
 
 #: Fewer moves than these are written as they are: a fold costs a transaction.
-FEWEST = 256
+FEWEST = 4
 #: Logged moves are folded after this time (s) while others write, after `QUIET_S` (s) when nobody does, and when there are `MOST` of them.
 MOST_AGE_S = 1.0
 QUIET_S = 0.05

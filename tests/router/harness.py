@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from scavenger.ledger import reader, store, transaction
 from scavenger.ledger import records as rec
+from scavenger.ledger.moves import MoveLog
 from scavenger.router import audit
 from scavenger.router.events import (
     Committed,
@@ -316,14 +317,21 @@ class StoredLedger(Ledger):
         super().__init__()
         store.upgrade(url)
         self._engine = store.open_engine(url)
-        self._generation = transaction.grant_generation(self._engine, "host", 1, "test", 0.0)
         self._connection = transaction.open_connection(self._engine)
-        self._batch = 0
+        self._take_over()
+
+    def _take_over(self) -> None:
+        """As a daemon that starts: what the one before it left in the log of moves is folded."""
+        self._generation = transaction.grant_generation(self._engine, "host", 1, "test", 0.0)
+        self._batch, self._moves = 0, MoveLog()
 
     def apply(self, records: tuple[rec.Record, ...]) -> None:
         super().apply(records)
         self._batch += 1
-        transaction.commit_batch(self._connection, self._generation, self._batch, records, 0.0)
+        now = 0.3 * self._batch  # logged moves wait for a few transactions
+        plan = self._moves.plan(records, now)
+        transaction.commit_batch(self._connection, self._generation, self._batch, records, now, plan)
+        self._moves.done(plan, now)
 
     def history(self, run_id: int, after_step: int) -> tuple[rec.GroupState, ...]:
         return reader.replay_groups(self._engine, run_id, after_step)
@@ -332,6 +340,7 @@ class StoredLedger(Ledger):
         return reader.read_payloads(self._engine, sample_ids)
 
     def snapshot(self) -> rec.Snapshot:
+        self._take_over()
         return reader.read_snapshot(self._engine)
 
     def close(self) -> None:
