@@ -22,6 +22,7 @@ SHARED = {"wire", "client", "weights", "config", "errors", "keys", "resources", 
 
 PURE = (
     "scavenger/phases.py",
+    "scavenger/succession.py",
     "scavenger/wire/*.py",
     "scavenger/cluster/model.py",
     "scavenger/cluster/commands.py",

@@ -8,6 +8,7 @@ from pathlib import Path
 from scavenger import keys
 from scavenger.config import DaemonConfig
 from scavenger.daemon import Daemon
+from scavenger.succession import Manner
 from tests.ledger.examples import WAIT_S, written
 from tests.ledger.histories import fetch
 from tests.ledger.test_keeper import restorable
@@ -23,7 +24,7 @@ def test_each_owner_is_noted_once_with_its_name(tmp_path: Path) -> None:
     written(config.ledger_url, restorable())
 
     async def live() -> None:
-        daemon = Daemon(config, None)
+        daemon = Daemon(config, None, Manner.TAKE_OVER)
         serving = asyncio.create_task(daemon.run())
         async with asyncio.timeout(WAIT_S):
             while not await asyncio.to_thread(fetch, config.ledger_url, NOTED):
