@@ -24,6 +24,7 @@ import structlog
 from scavenger import __version__, interpreter, keys, ownership
 from scavenger.cluster.port import Cluster
 from scavenger.config import DaemonConfig
+from scavenger.enrolment import Enrolment
 from scavenger.errors import AuthError, Fenced, LedgerError, ScavengerError
 from scavenger.harvest.driver import Harvester
 from scavenger.ledger import reader, retention, store, transaction
@@ -33,7 +34,6 @@ from scavenger.ledger.records import Event, GroupState, Heartbeat
 from scavenger.ledger.transaction import Announced, Generation
 from scavenger.ledger.writer import Writer, WriterState
 from scavenger.observe import status
-from scavenger.router.events import Identity
 from scavenger.router.machine import Router
 from scavenger.router.payloads import Payload, PayloadStore
 from scavenger.router.server import KeyRing, Server
@@ -98,7 +98,10 @@ class Daemon:
         look = functools.partial(self._status, server, writer, payloads, self.clock())
         try:
             snapshot = reader.read_snapshot(writer.engine)
-            self._allow_owners()
+            self._enrolment = Enrolment(
+                self.state_dir, pair.public, self.keyring, server.write, self.clock, reader.keys_in_force(writer.engine)
+            )
+            self._enrolment.look()
             harvester = self._harvester(server, keys.site_uid(self.state_dir, pair.public))
             if harvester is not None:
                 harvester.restore(snapshot.jobs)
@@ -299,23 +302,7 @@ class Daemon:
         keys.write_rendezvous(self.state_dir, self._rendezvous)
         log.info("serving", endpoint=endpoint, generation=int(generation), ledger=store.parse(self.config.ledger_url).render_as_string())
 
-    # ---------------------------------------------------------------- who may own runs
-
-    def _allow_owners(self) -> None:
-        """Enrolled owners, as the files say now; a removed file revokes at once."""
-        owners = keys.enrolled_owners(self.state_dir)
-        known: dict[str, str] = getattr(self, "_owners", {})
-        for gone in set(known) - set(owners):
-            self.keyring.revoke(gone)
-        for public, recorded in owners.items():
-            self.keyring.allow(public, Identity("owner", recorded))
-        # The ledger's runs name their owner's key; its reports find the name here.
-        names, told = keys.owner_names(self.state_dir), getattr(self, "_owner_names", {})
-        named = [Event("owner_enrolled", 0, key, name, "{}", self.clock()) for key, name in names.items() if told.get(key) != name]
-        if named:
-            self.server.write(named)
-        self._owner_names: dict[str, str] = names
-        self._owners = owners
+    # ---------------------------------------------------------------- files that change
 
     def _announced(self) -> Announced:
         return ownership.announced(self.state_dir)
@@ -331,7 +318,7 @@ class Daemon:
         while True:
             await asyncio.sleep(2.0)
             try:
-                self._allow_owners()
+                self._enrolment.look()
                 self._defend_rendezvous()
                 self._ownership.claim()
             except (OSError, AuthError) as error:
