@@ -179,8 +179,12 @@ def _owner_key(line: str) -> OwnerKey:
 
 
 def _write_owner(path: Path, owner_keys: list[OwnerKey]) -> None:
-    lines = [f"{key.public} {key.since:.0f}" if key.until is None else f"was {key.public} {key.since:.0f} {key.until:.0f}" for key in owner_keys]
-    write_private(path, "".join(f"{line}\n" for line in lines).encode())
+    write_private(path, "".join(map(_line, owner_keys)).encode())
+
+
+def _line(key: OwnerKey) -> str:
+    came = f"{key.public} {key.since:.0f}"
+    return f"{came}\n" if key.until is None else f"was {came} {key.until:.0f}\n"
 
 
 def enrolled_owners(state_dir: Path) -> dict[str, str]:
