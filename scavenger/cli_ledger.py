@@ -169,6 +169,10 @@ def restore_command(
         print(f"{source} is a backup from {found.taken}; it replaces the ledger of {config_path}, with all that came after it")
         if found.lost:
             print(f"runs that are in the ledger and not in the backup: {', '.join(found.lost)}")
+        if found.lost is None:
+            print("which runs are in the ledger and not in the backup is not known: the ledger cannot be read")
+        if not found.keeps:
+            print("no copy of the replaced ledger is kept; for one, stop here and run `scavenger ledger backup FILE` first")
         if not yes and not typer.confirm("replace the ledger?"):
             print("nothing was replaced")
             sys.exit(1)

@@ -89,8 +89,23 @@ def _check_contents(engine: sa.Engine) -> list[str]:
         for name in ("exactly_once", "contradictions")
         for problem, run_id, sample_id, detail in rows(engine, queries.load_report(name)).rows
     ]
+    found += [
+        f"run {run_id} sample {sample_id}: more tokens than its budget ({accepted} accepted, max_tokens {budget})"
+        for run_id, sample_id, accepted, budget in rows(engine, _OVER_BUDGET.format(budget=_BUDGET[engine.dialect.name])).rows
+    ]
     found += [f"{what}: {counted(n, 'row')}" for what, n in rows(engine, queries.load("references")).rows if n]
     return found
+
+
+#: The two databases spell differently how a field is read from JSON, so this is no report.
+_BUDGET = {
+    "sqlite": "json_extract(g.sampling, '$.max_tokens')",
+    "postgresql": "CAST(CAST(g.sampling AS json) ->> 'max_tokens' AS bigint)",
+}
+_OVER_BUDGET = """
+SELECT s.run_id, s.sample_id, s.accepted_len, {budget} FROM samples s JOIN groups g ON g.group_id = s.group_id
+WHERE s.accepted_len > {budget} ORDER BY s.sample_id
+"""
 
 
 def utc(at: float) -> str:

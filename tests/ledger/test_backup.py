@@ -27,6 +27,7 @@ from scavenger.ledger.transaction import NOBODY, Announced
 from scavenger.ledger.writer import Writer, WriterState
 from tests.ledger.conftest import new_database
 from tests.ledger.examples import T0, everything, written
+from tests.ledger.histories import fetch
 from tests.ledger.test_roles import DAEMON, ROLES, Site, execute, made_site, scalar
 
 
@@ -354,6 +355,30 @@ def test_the_command_says_what_is_lost_asks_and_keeps_the_replaced_ledger(tmp_pa
 
 def config_of(state_dir: Path) -> DaemonConfig:
     return DaemonConfig.model_validate({"daemon": {"state_dir": state_dir}})
+
+
+@pytest.mark.postgres
+def test_the_command_says_of_postgresql_too_what_is_lost_and_that_nothing_is_kept(postgres: sa.URL, tmp_path: Path) -> None:
+    url = new_database(postgres)
+    (tmp_path / "scavenger.toml").write_text(f'[daemon]\nstate_dir = "{tmp_path / "state"}"\nledger = "{url}"\n')
+    command = ["ledger", "restore", str(tmp_path / "copy"), "--config", str(tmp_path / "scavenger.toml"), "--force"]
+
+    def run_of(number: int, name: str) -> rec.RunCreated:
+        return rec.RunCreated(number, name, "owner", 17, "{\n}", "tab\t and \\ newline\n", "/tokenizer.json", 1.0)
+
+    written(url, [[run_of(1, "kept-1"), run_of(2, "kept-2")]])
+    backup.backup(url, tmp_path / "copy")
+    none_lost = CliRunner().invoke(app, command, input="n\n")
+    assert "not in the backup" not in none_lost.output
+    written(url, [[run_of(3, "lost-1"), run_of(4, "kept-1")]])
+    refused = CliRunner().invoke(app, command, input="n\n")
+    assert (refused.exit_code, "nothing was replaced" in refused.output) == (1, True), refused.output
+    assert "not in the backup: lost-1, kept-1\n" in refused.output, "a run of a known name is another one all the same"
+    assert "no copy of the replaced ledger is kept" in refused.output
+    done = CliRunner().invoke(app, [*command, "--yes"])
+    assert done.exit_code == 0, done.output
+    assert "is kept as" not in done.output
+    assert fetch(url, "SELECT name FROM runs ORDER BY run_id") == [("kept-1",), ("kept-2",)]
 
 
 def test_a_restore_names_the_daemon_that_is_in_the_way(tmp_path: Path) -> None:
