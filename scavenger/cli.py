@@ -120,11 +120,18 @@ def enroll(
 @app.command()
 def daemon(
     config_path: ConfigOption = DEFAULT_CONFIG,
+    take_over: Annotated[bool, typer.Option("--take-over", help="fence a daemon that is at work, and go on in its place")] = False,
+    standby: Annotated[bool, typer.Option("--standby", help="wait until the daemon that is at work ends or falls silent")] = False,
     die_with_stdin: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
-    """Watch the cluster, harvest idle GPUs, route samples; until SIGTERM."""
+    """Watch the cluster, harvest idle GPUs, route samples; until SIGTERM. Refused while another daemon has the ledger."""
     from scavenger import daemon as daemons
     from scavenger.cluster import choose
+    from scavenger.succession import Manner
+
+    if take_over and standby:
+        raise typer.BadParameter("--take-over and --standby contradict each other")
+    manner = Manner.TAKE_OVER if take_over else Manner.STAND_BY if standby else Manner.ASK
 
     _log_to_stderr()
     settings = config.read_daemon(config_path)
@@ -133,7 +140,7 @@ def daemon(
     cluster = choose.backend(settings)
     choose.preflight(settings, cluster)
     try:
-        daemons.run(settings, cluster)
+        daemons.run(settings, cluster, manner)
     finally:
         cluster.close()
 

@@ -15,6 +15,13 @@ app = typer.Typer(no_args_is_help=True, help="Change keys while jobs run.")
 Name = Annotated[str, typer.Argument(help="the owner, as its file in keys/owners is called")]
 
 
+@app.command("list")
+def list_keys(config_path: ConfigOption = DEFAULT_CONFIG) -> None:
+    """Who may connect, in which role, since when, and whose keys were retired. Public keys only."""
+    for line in keys.shown(keys.listed(config.read_daemon(config_path).daemon.state_dir)):
+        print(line)
+
+
 @app.command("rotate-server")
 def rotate_server(config_path: ConfigOption = DEFAULT_CONFIG) -> None:
     """Give the daemon a new key pair; it is in use from the daemon's next start, and whoever reconnects finds it."""

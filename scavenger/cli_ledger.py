@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -21,16 +23,31 @@ app = typer.Typer(no_args_is_help=True, help="Read, check and keep the ledger.")
 def report_command(
     name: Annotated[str, typer.Argument(help="a report of sql/reports; `list` names them all")],
     fmt: Annotated[Literal["table", "csv", "json"], typer.Option("--format")] = "table",
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="how many of the newest rows, of a report that has no end")] = None,
+    since: Annotated[str, typer.Option("--since", help="none from before: 24h, 7d, 2026-09-01, 2026-09-01T12:00 (UTC)")] = "",
     config_path: ConfigOption = DEFAULT_CONFIG,
 ) -> None:
-    """Run one of the admin reports."""
+    """Run one of the admin reports. Those that have no end show their newest 1,000 rows, or what --limit and --since say."""
     from scavenger.ledger import queries, reports
 
     if name == "list":
         for known in queries.report_names():
             print(f"{known:36} {queries.question(queries.load_report(known))}")
         return
-    print(reports.report(config.read_daemon(config_path).ledger_url, name, fmt))
+    after = _moment(since, time.time()) if since else None
+    print(reports.report(config.read_daemon(config_path).ledger_url, name, fmt, limit, after))
+
+
+def _moment(said: str, now: float) -> float:
+    """Unix seconds of a time, or of so long before `now`."""
+    unit = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}.get(said[-1:])
+    try:
+        if unit is not None:
+            return max(0.0, now - float(said[:-1]) * unit)
+        at = datetime.fromisoformat(said)
+    except ValueError as error:
+        raise typer.BadParameter(f"{said!r} is no time: 24h, 7d, 2026-09-01 or 2026-09-01T12:00") from error
+    return max(0.0, (at if at.tzinfo is not None else at.replace(tzinfo=UTC)).timestamp())
 
 
 @app.command("tokens")
@@ -92,7 +109,7 @@ def export_command(
 
     done = export.export(config.read_daemon(config_path).ledger_url, out, run, contents=contents, fmt=fmt)
     for table, rows in sorted(done.rows.items()):
-        print(f"{table:18} {rows:>12,} rows")
+        print(f"{table:18} {rows:>12,} {'row' if rows == 1 else 'rows'}")
 
 
 @app.command("purge")
@@ -152,6 +169,10 @@ def restore_command(
         print(f"{source} is a backup from {found.taken}; it replaces the ledger of {config_path}, with all that came after it")
         if found.lost:
             print(f"runs that are in the ledger and not in the backup: {', '.join(found.lost)}")
+        if found.lost is None:
+            print("which runs are in the ledger and not in the backup is not known: the ledger cannot be read")
+        if not found.keeps:
+            print("no copy of the replaced ledger is kept; for one, stop here and run `scavenger ledger backup FILE` first")
         if not yes and not typer.confirm("replace the ledger?"):
             print("nothing was replaced")
             sys.exit(1)

@@ -21,6 +21,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import structlog
 import zmq
 
@@ -152,16 +153,25 @@ class Client:
         return opening
 
 
+#: A call's own fields, beside its groups.
+_ENVELOPE_BYTES = 4096
+
+
 def _calls_of(groups: Sequence[wire.GroupSpec]) -> list[tuple[wire.GroupSpec, ...]]:
-    """A submission in parts that one call may hold; none is one empty part. A group over the bound alone is the daemon's to refuse."""
+    """A submission in parts that one call may hold, by samples and by bytes; none is one empty part.
+
+    A group of too many samples is the daemon's to refuse, one of too many bytes is refused when it is encoded.
+    """
     parts: list[list[wire.GroupSpec]] = [[]]
-    samples = 0
+    samples = nbytes = 0
     for spec in groups:
-        if parts[-1] and samples + spec.n > wire.MAX_CALL_SAMPLES:
+        size = len(msgspec.msgpack.encode(spec))
+        if parts[-1] and (samples + spec.n > wire.MAX_CALL_SAMPLES or nbytes + size > wire.MAX_MESSAGE_BYTES - _ENVELOPE_BYTES):
             parts.append([])
-            samples = 0
+            samples = nbytes = 0
         parts[-1].append(spec)
         samples += spec.n
+        nbytes += size
     return [tuple(part) for part in parts]
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from scavenger.errors import ConfigError
+from scavenger.wire.common import MAX_GROUP_SAMPLES
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -133,7 +134,7 @@ class DataSection(Section):
     task: Literal["sort", "jsonl"] = "sort"
     path: Path | None = None
     prompts_per_step: Positive = 32
-    samples_per_prompt: Annotated[int, Field(ge=2)] = 8
+    samples_per_prompt: Annotated[int, Field(ge=2, le=MAX_GROUP_SAMPLES)] = 8
     seed: NonNegative = 0
 
     @model_validator(mode="after")

@@ -1,7 +1,7 @@
 """The daemon: wires ledger, router, server and harvester together, and runs them until it is told to stop.
 
 Owns the order of starting and stopping, signals, and the bridge between threads and the event loop. Decides nothing by itself.
-A daemon that loses its generation (another one took the ledger) stops at once.
+A daemon that loses its generation (another one took the ledger) stops at once; one that finds another at work does not start.
 """
 
 from __future__ import annotations
@@ -18,27 +18,32 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import sqlalchemy as sa
 import structlog
 
 from scavenger import __version__, interpreter, keys, ownership
 from scavenger.cluster.port import Cluster
 from scavenger.config import DaemonConfig
+from scavenger.enrolment import Enrolment
 from scavenger.errors import AuthError, Fenced, LedgerError, ScavengerError
 from scavenger.harvest.driver import Harvester
-from scavenger.ledger import reader, retention, store
-from scavenger.ledger.faults import REMEDIES
+from scavenger.ledger import reader, retention, store, transaction
+from scavenger.ledger.faults import REMEDIES, explain
 from scavenger.ledger.keeper import Keeper
-from scavenger.ledger.records import Event, GroupState
+from scavenger.ledger.records import Event, GroupState, Heartbeat
 from scavenger.ledger.transaction import Announced, Generation
 from scavenger.ledger.writer import Writer, WriterState
 from scavenger.observe import status
-from scavenger.router.events import Identity
 from scavenger.router.machine import Router
 from scavenger.router.payloads import Payload, PayloadStore
 from scavenger.router.server import KeyRing, Server
 from scavenger.router.state import Limits
+from scavenger.succession import BEAT_S, Manner, Verdict, Watch
 
 log = structlog.get_logger()
+
+#: Between two looks at a ledger that another daemon holds.
+LOOK_S = 1.0
 
 
 class Clock:
@@ -62,8 +67,9 @@ def limits_of(config: DaemonConfig) -> Limits:
 class Daemon:
     """One generation of the daemon. `run` reads top-down."""
 
-    def __init__(self, config: DaemonConfig, cluster: Cluster | None) -> None:
+    def __init__(self, config: DaemonConfig, cluster: Cluster | None, manner: Manner = Manner.ASK) -> None:
         self.config = config
+        self.manner = manner
         self.cluster = cluster
         self.state_dir: Path = config.daemon.state_dir
         self.clock = Clock()
@@ -73,12 +79,17 @@ class Daemon:
         self._rendezvous: keys.Rendezvous | None = None
 
     async def run(self) -> None:
-        """Serve until SIGTERM, SIGINT or `stop`. Raises `Fenced` when another daemon took over, `LedgerError` when writing ended."""
+        """Serve until SIGTERM, SIGINT or `stop`.
+
+        Raises `LedgerHeld` when another daemon is at work, `Fenced` when another one took over, `LedgerError` when writing ended.
+        """
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop.set)
         loop.set_exception_handler(self._broken)
         pair = keys.read_keypair(keys.server_key_path(self.state_dir))
+        if not await self._entitled():
+            return
         writer = self._take_ledger(loop)
         generation, self._engine = writer.granted, writer.engine
         payloads = PayloadStore(self.config.daemon.payload_memory_mb * 2**20)
@@ -87,7 +98,10 @@ class Daemon:
         look = functools.partial(self._status, server, writer, payloads, self.clock())
         try:
             snapshot = reader.read_snapshot(writer.engine)
-            self._allow_owners()
+            self._enrolment = Enrolment(
+                self.state_dir, pair.public, self.keyring, server.write, self.clock, reader.keys_in_force(writer.engine)
+            )
+            self._enrolment.look()
             harvester = self._harvester(server, keys.site_uid(self.state_dir, pair.public))
             if harvester is not None:
                 harvester.restore(snapshot.jobs)
@@ -101,7 +115,9 @@ class Daemon:
             self.failure = self.failure or error
             raise
         finally:
-            await asyncio.to_thread(writer.close)
+            durable = await asyncio.to_thread(writer.close)
+            if durable and self.failure is None:
+                await asyncio.to_thread(self._release, generation)
             await asyncio.to_thread(self._tell_end, look())
             server.close()
             self._ownership.close()
@@ -113,6 +129,7 @@ class Daemon:
     ) -> None:
         tasks = [asyncio.create_task(server.run(self.stop)), asyncio.create_task(self._watch_files())]
         tasks.append(asyncio.create_task(status.tell(self.state_dir, look, self.stop)))
+        tasks.append(asyncio.create_task(self._beat(server)))
         if harvester is not None:
             tasks.append(asyncio.create_task(harvester.run(self.stop)))
         if keeper is not None:
@@ -140,12 +157,42 @@ class Daemon:
 
     # ---------------------------------------------------------------- parts
 
-    def _take_ledger(self, loop: asyncio.AbstractEventLoop) -> Writer:
-        """Upgrade the ledger and become its writer. Whoever was that until now is fenced by it, and named."""
+    async def _entitled(self) -> bool:
+        """Claim the state directory, and wait for whoever holds it or its ledger as `manner` says. False: told to stop meanwhile."""
         me = ownership.Holder(socket.gethostname(), os.getpid(), self.clock())
-        self._ownership = ownership.Ownership(self.state_dir, me)
-        if self._ownership.holder is not None:
-            log.warning("taking over", held_by=str(self._ownership.holder))
+        self._ownership = mine = ownership.Ownership(self.state_dir, me)
+        watch, told = Watch(self.manner), ""
+        try:
+            while not self.stop.is_set():
+                there = await asyncio.to_thread(ownership.holders, mine, self.config.ledger_url)
+                verdict, why, sign = watch.look(there, time.time(), time.monotonic())
+                if sign is not None and verdict is Verdict.REFUSE:
+                    raise ownership.refused(there[sign], why)
+                if verdict is Verdict.TAKE:
+                    for holder in there.values():
+                        log.warning("taking over", held_by=str(holder), why=why)
+                    return True
+                if sign is not None and told != (told := sign.who):
+                    log.warning("waiting", held_by=str(there[sign]), why=why)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.stop.wait(), LOOK_S)
+        except BaseException:
+            mine.close()
+            raise
+        mine.close()
+        return False
+
+    def _release(self, generation: Generation) -> None:
+        """A successor, on whatever host, need not wait for our silence."""
+        try:
+            transaction.release(self._engine, generation, self.clock())
+        except sa.exc.DBAPIError as error:
+            log.warning("the ledger was not given back; a successor on another host waits for our silence", reason=explain(error))
+        finally:
+            self._engine.dispose()
+
+    def _take_ledger(self, loop: asyncio.AbstractEventLoop) -> Writer:
+        """Upgrade the ledger and become its writer. Whoever was that until now is fenced by it."""
         try:
             store.upgrade(self.config.ledger_url)
             return self._start_writer(loop)
@@ -255,38 +302,27 @@ class Daemon:
         keys.write_rendezvous(self.state_dir, self._rendezvous)
         log.info("serving", endpoint=endpoint, generation=int(generation), ledger=store.parse(self.config.ledger_url).render_as_string())
 
-    # ---------------------------------------------------------------- who may own runs
-
-    def _allow_owners(self) -> None:
-        """Enrolled owners, as the files say now; a removed file revokes at once."""
-        owners = keys.enrolled_owners(self.state_dir)
-        known: dict[str, str] = getattr(self, "_owners", {})
-        for gone in set(known) - set(owners):
-            self.keyring.revoke(gone)
-        for public, recorded in owners.items():
-            self.keyring.allow(public, Identity("owner", recorded))
-        # The ledger's runs name their owner's key; its reports find the name here.
-        names, told = keys.owner_names(self.state_dir), getattr(self, "_owner_names", {})
-        named = [Event("owner_enrolled", 0, key, name, "{}", self.clock()) for key, name in names.items() if told.get(key) != name]
-        if named:
-            self.server.write(named)
-        self._owner_names: dict[str, str] = names
-        self._owners = owners
+    # ---------------------------------------------------------------- files that change
 
     def _announced(self) -> Announced:
         return ownership.announced(self.state_dir)
+
+    async def _beat(self, server: Server) -> None:
+        """A commit now and then, also when nothing happens: by it others know that we live, and we that we are not fenced."""
+        while True:
+            await asyncio.sleep(BEAT_S)
+            await server.commit([Heartbeat(self.clock())])
 
     async def _watch_files(self) -> None:
         """Owners come and go; an older daemon that was slow to die may have overwritten the rendezvous. A fault here ends nothing."""
         while True:
             await asyncio.sleep(2.0)
             try:
-                self._allow_owners()
-                self._ownership.claim()
+                self._enrolment.look()
                 self._defend_rendezvous()
+                self._ownership.claim()
             except (OSError, AuthError) as error:
                 log.warning("owners not read again; those known stay", reason=str(error))
-
 
     def _defend_rendezvous(self) -> None:
         """An older daemon's announcement is replaced. A newer one ends this daemon, whatever ledger that one writes to."""
@@ -301,10 +337,10 @@ class Daemon:
             self.stop.set()
 
 
-def run(config: DaemonConfig, cluster: Cluster | None) -> None:
+def run(config: DaemonConfig, cluster: Cluster | None, manner: Manner = Manner.ASK) -> None:
     """Run a daemon in this process until it is told to stop."""
-    asyncio.run(_main(config, cluster))
+    asyncio.run(_main(config, cluster, manner))
 
 
-async def _main(config: DaemonConfig, cluster: Cluster | None) -> None:
-    await Daemon(config, cluster).run()
+async def _main(config: DaemonConfig, cluster: Cluster | None, manner: Manner) -> None:
+    await Daemon(config, cluster, manner).run()

@@ -96,6 +96,12 @@ class Fenced(LedgerError):
     exit_code = 4
 
 
+class LedgerHeld(LedgerError):
+    """Another daemon is at work on this ledger or state directory; this one did not start, and wrote nothing."""
+
+    exit_code = Fenced.exit_code  # not to be tried again and again either
+
+
 class WeightsError(ScavengerError):
     """A weight version could not be completed or did not match its manifest. The old version stays in place."""
 

@@ -6,7 +6,8 @@ and replaced atomically. Secrets never leave these files: not into argv, environ
     keys/server.key        the daemon's key pair
     keys/uid               by what the daemon's jobs are known, once its key was changed (before that the key itself says it)
     keys/owner.key         the key pair of the user who ran `scavenger init` (trainer and reserved engines)
-    keys/owners/NAME.pub   public keys that may own runs (`scavenger enroll`), one a line, the newest first; "was KEY": not any more
+    keys/owners/NAME.pub   public keys that may own runs (`scavenger enroll`), one a line, the newest first, with when it came (Unix
+                           seconds; releases before did not say); "was KEY CAME WENT": not any more
     workers/INTENT.key     minted for one harvested job, bound to its run; it dies with the job, so it is never changed
 
 An owner's runs are recorded under the first key that the owner ever had, the last line of NAME.pub: whoever holds a newer one owns them.
@@ -17,6 +18,9 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
+import time
+from collections.abc import Iterable
+from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
@@ -38,6 +42,28 @@ class KeyPair(msgspec.Struct, frozen=True):
 
     def __repr__(self) -> str:  # a secret must not reach a log through a traceback
         return f"KeyPair(public={self.public!r})"
+
+
+class OwnerKey(msgspec.Struct, frozen=True):
+    """A public key of an owner. `since`: Unix seconds, 0 = not known; `until`: when it was retired, None = it may connect."""
+
+    public: str
+    since: float = 0.0
+    until: float | None = None
+
+    @property
+    def allowed(self) -> bool:
+        return self.until is None
+
+
+class Listed(msgspec.Struct, frozen=True):
+    """A key as `scavenger keys list` shows it: nothing secret. `role`: daemon | owner | worker; `since`: Unix seconds, 0 = not known."""
+
+    role: str
+    who: str
+    public: str
+    since: float
+    state: str
 
 
 class Rendezvous(msgspec.Struct, frozen=True):
@@ -133,17 +159,32 @@ def _owner_path(state_dir: Path, name: str) -> Path:
     return state_dir / "keys" / "owners" / f"{name}.pub"
 
 
-def _owner_keys(path: Path) -> list[tuple[str, bool]]:
-    """(public key, whether it may connect) of one owner, the newest first."""
+def _owner_keys(path: Path) -> list[OwnerKey]:
+    """The keys of one owner, the newest first."""
     lines = _read_private(path).decode("ascii", "replace").split("\n")
-    found = [(line.removeprefix("was ").strip(), not line.startswith("was ")) for line in lines if line.strip()]
-    if not found or any(len(key) != Z85_KEY_LENGTH for key, _ in found):
+    try:
+        found = [_owner_key(line) for line in lines if line.strip()]
+    except (ValueError, IndexError):
+        found = []
+    if not found or any(len(key.public) != Z85_KEY_LENGTH for key in found):
         raise AuthError(f"{path} does not hold CURVE public keys", "enroll the owner again: `scavenger enroll`")
     return found
 
 
-def _write_owner(path: Path, owner_keys: list[tuple[str, bool]]) -> None:
-    write_private(path, "".join(f"{'' if allowed else 'was '}{key}\n" for key, allowed in owner_keys).encode())
+def _owner_key(line: str) -> OwnerKey:
+    """One line of an owner's file: a key has no space in it. Raises `ValueError`, `IndexError` for another line."""
+    words = line.removeprefix("was ").split()
+    public, came, went = words[0], *(float(word) for word in (*words[1:3], *("0", "0")[len(words[1:3]):]))
+    return OwnerKey(public, came, went if line.startswith("was ") else None)
+
+
+def _write_owner(path: Path, owner_keys: list[OwnerKey]) -> None:
+    write_private(path, "".join(map(_line, owner_keys)).encode())
+
+
+def _line(key: OwnerKey) -> str:
+    came = f"{key.public} {key.since:.0f}"
+    return f"{came}\n" if key.until is None else f"was {came} {key.until:.0f}\n"
 
 
 def enrolled_owners(state_dir: Path) -> dict[str, str]:
@@ -151,20 +192,25 @@ def enrolled_owners(state_dir: Path) -> dict[str, str]:
     owners: dict[str, str] = {}
     for path in sorted((state_dir / "keys" / "owners").glob("*.pub")):
         found = _owner_keys(path)
-        owners |= {key: found[-1][0] for key, allowed in found if allowed}
+        owners |= {key.public: found[-1].public for key in found if key.allowed}
     return owners
+
+
+def owner_keys(state_dir: Path) -> dict[str, list[OwnerKey]]:
+    """Every owner's keys, also those that were retired, the newest first."""
+    return {path.stem: _owner_keys(path) for path in sorted((state_dir / "keys" / "owners").glob("*.pub"))}
 
 
 def owner_names(state_dir: Path) -> dict[str, str]:
     """The key that an owner's runs are recorded under -> the name that the owner was enrolled under."""
     files = sorted((state_dir / "keys" / "owners").glob("*.pub"))
-    return {_owner_keys(path)[-1][0]: path.stem for path in files}
+    return {_owner_keys(path)[-1].public: path.stem for path in files}
 
 
 def enroll(state_dir: Path, name: str, public: str) -> Path:
     """Allow `public` to own runs under `name`, and no other key. Returns the file; removing it revokes the permission."""
     path = _owner_path(state_dir, name)
-    _write_owner(path, [(_checked(public), True)])
+    _write_owner(path, [OwnerKey(_checked(public), time.time())])
     return path
 
 
@@ -181,17 +227,19 @@ def add_owner_key(state_dir: Path, name: str, public: str) -> Path:
     """A further key for an enrolled owner: both may connect, and the runs are the same owner's. Repeating it changes nothing."""
     path = _owner_path(state_dir, name)
     found = _owner_keys(path)
-    if public not in [key for key, _ in found]:
-        _write_owner(path, [(_checked(public), True), *found])
+    if public not in [key.public for key in found]:
+        _write_owner(path, [OwnerKey(_checked(public), time.time()), *found])
     return path
 
 
 def retire_owner_keys(state_dir: Path, name: str) -> int:
     """Only the newest key of the owner may connect from now on; live sessions of the others end. Returns how many were retired."""
     path = _owner_path(state_dir, name)
-    (newest, _), *older = _owner_keys(path)
-    _write_owner(path, [(newest, True), *((key, False) for key, _ in older)])
-    return sum(allowed for _, allowed in older)
+    newest, *older = _owner_keys(path)
+    now = time.time()
+    retired = [key if not key.allowed else msgspec.structs.replace(key, until=now) for key in older]
+    _write_owner(path, [msgspec.structs.replace(newest, until=None), *retired])
+    return sum(key.allowed for key in older)
 
 
 def rotate_owner(state_dir: Path, name: str) -> Path:
@@ -200,7 +248,7 @@ def rotate_owner(state_dir: Path, name: str) -> Path:
     The new key is enrolled before the file names it, so that a crash in between leaves a key that works.
     """
     path = owner_key_path(state_dir)
-    if read_keypair(path).public not in [key for key, allowed in _owner_keys(_owner_path(state_dir, name)) if allowed]:
+    if read_keypair(path).public not in [key.public for key in _owner_keys(_owner_path(state_dir, name)) if key.allowed]:
         raise AuthError(f"{path} is not a key of owner {name!r}", "name the owner as its file in keys/owners is called")
     fresh = generate()
     add_owner_key(state_dir, name, fresh.public)
@@ -228,6 +276,51 @@ def site_uid(state_dir: Path, server_public: str) -> str:
     if len(uid) != 8 or not set(uid) <= set("0123456789abcdef"):
         raise AuthError(f"{path} does not hold eight hex digits", "restore the file, or remove it: present jobs are then strangers")
     return uid
+
+
+def listed(state_dir: Path) -> list[Listed]:
+    """Every key that this state directory knows, without anything secret. Raises `AuthError` for a file that cannot be believed."""
+    path, own = server_key_path(state_dir), owner_key_path(state_dir)
+    server = read_keypair(path).public
+    found = [Listed("daemon", "", server, path.stat().st_mtime, _server_state(state_dir, server))]
+    mine = read_keypair(own).public if own.exists() else ""
+    for name, its in owner_keys(state_dir).items():
+        found += [Listed("owner", name, key.public, key.since, _owner_state(key, key.public == mine)) for key in its]
+    for file in sorted((state_dir / "workers").glob("*.key")):
+        try:
+            pair, since = read_keypair(file), file.stat().st_mtime
+        except (AuthError, FileNotFoundError):
+            if file.exists():
+                raise
+            continue  # its job ended meanwhile
+        found.append(Listed("worker", f"{pair.run} {pair.intent}".strip(), pair.public, since, "accepted while its job lives"))
+    return found
+
+
+def _server_state(state_dir: Path, public: str) -> str:
+    try:
+        announced = read_rendezvous(state_dir)
+    except DaemonUnavailable:
+        return "no daemon has announced itself"
+    return "in use" if announced.server_key == public else "in use from the daemon's next start"
+
+
+def _owner_state(key: OwnerKey, in_owner_key: bool) -> str:
+    if key.until is not None:
+        return f"retired at {_utc(key.until)}" if key.until else "retired"
+    return "accepted, and in keys/owner.key" if in_owner_key else "accepted"
+
+
+def _utc(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def shown(found: Iterable[Listed]) -> list[str]:
+    """For a terminal: a heading and one line a key."""
+    rows = [("role", "who", "since", "public key", "state")]
+    rows += [(key.role, key.who or "-", _utc(key.since) if key.since else "not known", key.public, key.state) for key in found]
+    widths = [max(len(row[at]) for row in rows) for at in range(4)]
+    return ["  ".join((*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4])) for row in rows]
 
 
 def init_state(state_dir: Path, owner: str) -> list[Path]:

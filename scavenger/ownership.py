@@ -1,8 +1,8 @@
 """Who runs on a state directory and its ledger, for messages: a lock file that names its holder, and the ledger's newest generation.
 
-Nothing is protected by this: generations fence, in the transaction itself (`ledger.transaction`). A second daemon takes over and says
-from whom; what cannot be taken over (a stopped process that holds SQLite's lock) is named; a restore asks before it pulls the ledger
-from under a daemon that is at work. Owns `<state_dir>/daemon.lock`. Knows no router and no socket.
+Nothing is protected by this: generations fence, in the transaction itself (`ledger.transaction`). By it a second daemon refuses to
+start while another is at work (`succession` decides), a restore asks before it pulls the ledger from under one, and what cannot be
+taken over (a stopped process that holds SQLite's lock) is named. Owns `<state_dir>/daemon.lock`. Knows no router and no socket.
 """
 
 from __future__ import annotations
@@ -14,33 +14,48 @@ import socket
 import time
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import sqlalchemy as sa
 
 from scavenger import keys
 from scavenger.config import DaemonConfig
-from scavenger.errors import AuthError, DaemonUnavailable, LedgerError
+from scavenger.errors import AuthError, DaemonUnavailable, LedgerError, LedgerHeld
 from scavenger.ledger import backup, restoring, store
 from scavenger.ledger.backup import Restored
 from scavenger.ledger.schema import generations
 from scavenger.ledger.transaction import NOBODY, Announced
+from scavenger.succession import SILENT_S, Sign
 
-#: A daemon of another host that committed so recently is taken to be at work.
-RECENT_S = 60.0
+#: A process's start is known to the tick of the kernel's clock only, and by another clock than its commits.
+_START_S = 1.0
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """A daemon's process. `since`: Unix seconds."""
+    """A daemon's process. Unix seconds: `since` when it has been there, `beat` its last sign of life (0: not known)."""
 
     host: str
     pid: int
     since: float
+    beat: float = 0.0
 
     def __str__(self) -> str:
-        since = datetime.fromtimestamp(self.since, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-        stopped = ", which is stopped (SIGSTOP)" if self.host == socket.gethostname() and process_state(self.pid) == "T" else ""
-        return f"the daemon with pid {self.pid} on host {self.host}, there since {since}{stopped}"
+        stopped = ", which is stopped (SIGSTOP)" if self.here and process_state(self.pid) == "T" else ""
+        beat = f", last heartbeat {_utc(self.beat)}" if self.beat else ""
+        return f"the daemon with pid {self.pid} on host {self.host}, there since {_utc(self.since)}{beat}{stopped}"
+
+    @property
+    def here(self) -> bool:
+        return self.host == socket.gethostname()
+
+    @property
+    def gone(self) -> bool:
+        """Whether its process ended, as far as this host can tell: none has that number, or one that started later, or this one."""
+        if not self.here:
+            return False
+        started = process_started(self.pid)
+        return self.pid == os.getpid() or started is None or started > max(self.since, self.beat) + _START_S
 
     @property
     def remedy(self) -> str:
@@ -55,6 +70,22 @@ def process_state(pid: int) -> str:
         return ""
 
 
+def process_started(pid: int) -> float | None:
+    """When a process of this host started, in Unix seconds; None when there is none, or nothing but its exit status is left of it."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+        ticks = int(fields[19])
+    except (OSError, IndexError, ValueError):
+        return None
+    if fields[0] in ("Z", "X"):
+        return None
+    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+
+
+def _utc(at: float) -> str:
+    return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
 class Ownership:
     """This process's claim to a state directory. `holder` is who had it when we came; None = nobody."""
 
@@ -66,8 +97,9 @@ class Ownership:
         self.holder = None if self.claim() else _read(self._path)
 
     def claim(self) -> bool:
-        """Take the lock if it is free; again and again, because whoever was taken over may take a while to die."""
+        """Take the lock if it is free; again and again, because whoever was taken over may take a while to die, and as a sign of life."""
         if self._held:
+            os.utime(self._descriptor)
             return True
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -78,13 +110,19 @@ class Ownership:
         os.pwrite(self._descriptor, msgspec.json.encode(self._me), 0)
         return True
 
+    def other(self) -> Holder | None:
+        """Who has the lock now, other than this process's claim."""
+        return None if self.claim() else _read(self._path)
+
     def close(self) -> None:
         os.close(self._descriptor)
 
 
 def _read(path: Path) -> Holder | None:
+    """The holder that a lock file names. It touches the file as long as it lives."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Holder)
+        named = msgspec.json.decode(path.read_bytes(), type=Holder)
+        return msgspec.structs.replace(named, beat=path.stat().st_mtime)
     except (OSError, msgspec.MsgspecError):
         return None
 
@@ -105,27 +143,64 @@ def present_holder(state_dir: Path) -> Holder | None:
         os.close(descriptor)
 
 
-def writer_of(url: str, now: float) -> Holder | None:
-    """The daemon that the ledger itself names, if it is at work as far as can be seen from here."""
+#: Columns that every release had: whoever holds a ledger of an older one is named too.
+_GENERATIONS = sa.select(
+    *(generations.c[name] for name in ("host", "pid", "started_at", "committed_at", "superseded_at"))
+).order_by(generations.c.generation.desc())  # fmt: skip
+
+
+def _generations(url: str) -> list[sa.Row[tuple[str, int, float, float, float | None]]]:
+    """The newest generations of a ledger, the newest first; none where there is none, or it cannot be read."""
     with contextlib.suppress(LedgerError, sa.exc.DBAPIError):
         engine = store.open_readonly(url)
         try:
             with engine.connect() as connection:
-                newest = sa.select(generations).where(generations.c.superseded_at.is_(None)).order_by(generations.c.generation.desc())
-                row = connection.execute(newest.limit(1)).one_or_none()
+                return list(connection.execute(_GENERATIONS.limit(16)))
         finally:
             engine.dispose()
-        if row is None:
-            return None
-        here = row.host == socket.gethostname()
-        if _is_daemon(row.pid) if here else now - row.committed_at < RECENT_S:
-            return Holder(row.host, row.pid, row.started_at)
-    return None
+    return []
 
 
-def _is_daemon(pid: int) -> bool:
-    """Whether a process of that number runs here, other than this one; a number that was given out again looks the same."""
-    return pid != os.getpid() and process_state(pid) not in ("", "Z")
+def _writer(url: str) -> Holder | None:
+    """The daemon that the ledger itself names, alive or not."""
+    found = (Holder(row.host, row.pid, row.started_at, row.committed_at) for row in _generations(url) if row.superseded_at is None)
+    return next(found, None)
+
+
+def writer_of(url: str, now: float) -> Holder | None:
+    """The daemon that the ledger itself names, if it is at work as far as can be seen from here."""
+    holder = _writer(url)
+    if holder is None or holder.gone or (not holder.here and now - holder.beat >= SILENT_S):
+        return None
+    return holder
+
+
+def holders(mine: Ownership, url: str) -> dict[Sign, Holder]:
+    """Everybody else who holds the ledger or, with another ledger, the state directory: alive or not, but not who was fenced already."""
+    rows, locked = _generations(url), mine.other()
+    found = [Holder(row.host, row.pid, row.started_at, row.committed_at) for row in rows if row.superseded_at is None]
+    known = locked is not None and any(_same(row, locked) for row in rows)
+    if locked is not None and not known:
+        found.append(locked)
+    signs = {}
+    for holder in found:
+        locks = locked is not None and (holder.host, holder.pid) == (locked.host, locked.pid)  # then the kernel knows that it lives
+        signs[Sign(f"{holder.host}:{holder.pid}:{holder.since}", holder.beat, holder.gone and not locks, holder.here)] = holder
+    return signs
+
+
+def _same(row: Any, locked: Holder) -> bool:
+    """Whether a generation is of the process that holds the lock, rather than of an earlier one with its number."""
+    return (row.host, row.pid) == (locked.host, locked.pid) and row.started_at >= locked.since
+
+
+def refused(holder: Holder, why: str) -> LedgerHeld:
+    """Why a daemon does not start."""
+    return LedgerHeld(
+        f"another daemon is at work here: it is held by {holder} ({why})",
+        f"one is enough: leave it. To run this one instead, end the other ({holder.remedy}), or start this one with --take-over, which "
+        "fences the other at once. To have this one go on when the other fails, start it with --standby",
+    )  # fmt: skip
 
 
 def explained(error: LedgerError, state_dir: Path, url: str) -> LedgerError:

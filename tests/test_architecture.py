@@ -21,7 +21,9 @@ BUILT = {"build", "dist", "demo-out", "__pycache__"}
 SHARED = {"wire", "client", "weights", "config", "errors", "keys", "resources", "phases", "__version__"}
 
 PURE = (
+    "scavenger/discretion.py",
     "scavenger/phases.py",
+    "scavenger/succession.py",
     "scavenger/wire/*.py",
     "scavenger/cluster/model.py",
     "scavenger/cluster/commands.py",

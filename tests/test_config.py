@@ -74,6 +74,7 @@ def test_a_daemon_s_file_is_refused_with_the_key_and_what_is_allowed(tmp_path: P
         ("max_tokens = 16", "max_tokens = 16\ntemperature = 0", ["sampling.temperature = 0", "greater than 0"]),
         ("max_tokens = 16", 'max_tokens = 16\n[data]\ntask = "jsonl"', ["needs data.path"]),
         ("max_tokens = 16", "max_tokens = 16\n[data]\nsamples_per_prompt = 1", ["data.samples_per_prompt = 1", "equal to 2"]),
+        ("max_tokens = 16", "max_tokens = 16\n[data]\nsamples_per_prompt = 4097", ["data.samples_per_prompt = 4097", "equal to 4096"]),
         ("max_tokens = 16", "max_tokens = 16\n[reserved]\nwindow = 1.2", ["reserved.window = 1.2", "less than or equal to 1"]),
         ("max_tokens = 16", 'max_tokens = 16\n[weights]\ndtype = "int8"', ["weights.dtype = 'int8'", "'bfloat16'"]),
     ],

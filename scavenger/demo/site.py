@@ -127,10 +127,10 @@ class Site:
 
     # ---------------------------------------------------------------- the daemon
 
-    def start_daemon(self) -> None:
+    def start_daemon(self, *options: str) -> None:
         """Start the daemon and wait until it has announced itself."""
         before = self.generation
-        self.spawn_daemon()
+        self.spawn_daemon(*options)
         assert self._daemon is not None
         deadline = time.monotonic() + START_S
         while self.generation == before:
@@ -139,9 +139,9 @@ class Site:
                 raise ScavengerError(f"the daemon did not start:\n{tail}", f"its log: {self.dir / 'daemon.log'}")
             time.sleep(0.02)  # polls the rendezvous file
 
-    def spawn_daemon(self) -> subprocess.Popen[bytes]:
+    def spawn_daemon(self, *options: str) -> subprocess.Popen[bytes]:
         """Start a daemon, which becomes the site's, without waiting for it. An earlier one that still runs is the caller's to end."""
-        argv = [sys.executable, "-m", "scavenger", "daemon", "--config", str(self.config_path), "--die-with-stdin"]
+        argv = [sys.executable, "-m", "scavenger", "daemon", "--config", str(self.config_path), "--die-with-stdin", *options]
         with (self.dir / "daemon.log").open("ab") as log:
             # a session of its own: a Ctrl-C at the terminal reaches only the program that uses the site
             self._daemon = subprocess.Popen(argv, env=self.env, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
@@ -176,11 +176,11 @@ class Site:
 
     @contextlib.contextmanager
     def second_daemon(self) -> Iterator[subprocess.Popen[bytes]]:
-        """Start another daemon on the same state, which becomes the site's; gives the first one, and ends it on leaving."""
+        """Have another daemon take over the same state, which becomes the site's; gives the first one, and ends it on leaving."""
         assert self._daemon is not None
         first = self._daemon
         try:
-            self.start_daemon()
+            self.start_daemon("--take-over")
             yield first
         finally:
             self.end_daemon(first)

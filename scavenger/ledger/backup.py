@@ -16,7 +16,7 @@ import shutil
 import sqlite3
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -302,20 +302,25 @@ def _set_aside_damaged(ledger: Path) -> Path | None:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """`taken`: when the backup was, in words. `lost`: the runs of the present ledger that it does not have; None: not known."""
+    """`taken`: when the backup was, in words. `lost`: the runs of the present ledger that it does not have; None: not known.
+
+    `keeps`: whether a copy of the ledger that it replaces is kept.
+    """
 
     taken: str
     lost: tuple[str, ...] | None
+    keeps: bool = True
 
 
 def survey(url: str, source: Path) -> Survey:
     """What the backup `source` is, before it replaces the ledger. Raises `LedgerError` where it cannot."""
     parsed = store.parse(url)
     _prove_kind(parsed, source)
-    if parsed.drivername != "sqlite":  # what its tables hold only a restore tells
+    if parsed.drivername != "sqlite":
         listed = _run_postgres("pg_restore", None, "--list", str(source)).splitlines()
         taken = next((line.partition("created at ")[2].strip() for line in listed if "created at " in line), "an unknown time")
-        return Survey(taken, None)
+        copied = _run_postgres("pg_restore", None, "--data-only", "--table=runs", "--file=-", str(source))
+        return Survey(taken, _lost_runs(url, set(_copied_runs(copied))), keeps=False)
     connection = _connect(source, "ro")
     try:
         (at,) = connection.execute("SELECT max(committed_at) FROM generations").fetchone()
@@ -333,6 +338,33 @@ def survey(url: str, source: Path) -> Survey:
         return Survey(when, None)
     finally:
         present.close()
+
+
+def _copied_runs(script: str) -> Iterator[tuple[int, str]]:
+    """Number and name of each run in the data that pg_restore writes as a script: one line a row, its columns named above them. Pure."""
+    columns: list[str] = []
+    for line in script.splitlines():
+        if line.startswith("COPY ") and line.endswith(" FROM stdin;"):
+            columns = [name.strip() for name in line[line.index("(") + 1 : line.rindex(")")].split(",")]
+        elif line == "\\.":
+            columns = []
+        elif columns:
+            row = dict(zip(columns, line.split("\t"), strict=True))
+            yield int(row["run_id"]), row["name"]  # a run's name has no character that COPY would escape
+
+
+def _lost_runs(url: str, has: set[tuple[int, str]]) -> tuple[str, ...] | None:
+    engine = store.open_readonly(url)
+    try:
+        with engine.connect() as connection:
+            present = connection.exec_driver_sql("SELECT run_id, name FROM runs ORDER BY run_id").all()
+    except sa.exc.ProgrammingError:
+        return ()  # no tables: a new server
+    except sa.exc.DBAPIError:
+        return None  # away or damaged: the restore itself says so
+    finally:
+        engine.dispose()
+    return tuple(str(name) for run, name in present if (int(run), str(name)) not in has)
 
 
 def _runs(connection: sqlite3.Connection) -> list[tuple[int, str]]:

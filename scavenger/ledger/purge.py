@@ -14,13 +14,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+import msgspec
 import sqlalchemy as sa
 
+from scavenger import discretion
 from scavenger.errors import LedgerError
 from scavenger.ledger import reader, store
 from scavenger.ledger.faults import FINAL, classify, explain, remedy
 from scavenger.ledger.reports import utc
-from scavenger.ledger.schema import chunks, groups, runs, sample_ends, samples
+from scavenger.ledger.schema import chunks, groups, runs, sample_ends, samples, steps
 from scavenger.ledger.transaction import open_connection
 
 T = TypeVar("T")
@@ -31,6 +33,8 @@ _PATIENCE_S = 60.0
 _PAUSE_S = 0.2
 #: Instead of the words of a trainer: ours quotes nothing, but a site's own may, and those of earlier releases did.
 PURGED = "purged"
+#: Versions of reward functions among the samples of one portion.
+MOST_VERSIONS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,13 +149,40 @@ def _portion(connection: sa.Connection, run_id: int, name: str, after: int) -> i
     )  # fmt: skip
     connection.execute(sa.update(samples).where(samples.c.group_id.in_(found)).values(contents="purged"))
     for said, theirs in ((samples, samples.c.group_id.in_(found)), (sample_ends, sample_ends.c.sample_id.in_(members))):
-        connection.execute(sa.update(said).where(theirs, said.c.state == "masked", said.c.reason != "").values(reason=PURGED))
+        _take_words(connection, said, theirs)
     length = sa.func.coalesce(groups.c.purged_prompt_tokens, sa.func.length(groups.c.prompt, type_=sa.Integer) // 4)
     connection.execute(sa.update(groups).where(groups.c.group_id.in_(found)).values(prompt=b"", meta="", purged_prompt_tokens=length))
     return int(found[-1])
 
 
+def _take_words(connection: sa.Connection, said: sa.Table, theirs: sa.ColumnElement[bool]) -> None:
+    """Of what a trainer said of its samples there remain the reasons that we know, and digests of its reward function's versions."""
+    given = (theirs, said.c.state.in_(discretion.OUTCOMES), said.c.reason != "")
+    reasons = connection.execute(sa.select(said.c.reason).where(*given, said.c.state != "masked").distinct()).scalars()
+    known = [reason for reason in reasons if discretion.is_known(reason)]
+    unknown = sa.or_(said.c.state == "masked", said.c.reason.not_in(known))
+    connection.execute(sa.update(said).where(*given, unknown).values(reason=PURGED))
+    versions = list(connection.execute(sa.select(said.c.reward_version).where(theirs, said.c.reward_version != "").distinct()).scalars())
+    if len(versions) > MOST_VERSIONS:  # no function has so many: it says something of each sample
+        connection.execute(sa.update(said).where(theirs, said.c.reward_version.in_(versions)).values(reward_version=PURGED))
+        return
+    for version in versions:
+        purged = discretion.purged_version(version)
+        if purged != version:
+            connection.execute(sa.update(said).where(theirs, said.c.reward_version == version).values(reward_version=purged))
+
+
+def _take_names(connection: sa.Connection, run_id: int) -> None:
+    """Of the names that a trainer gave its figures there remain those that we know, and digests of the others."""
+    for row in connection.execute(sa.select(steps.c.id, steps.c.metrics).where(steps.c.run_id == run_id)).all():
+        kept = msgspec.json.decode(row.metrics, type=dict[str, float | None])  # null: not a number
+        purged = discretion.purged_metrics(kept)
+        if purged != kept:
+            connection.execute(sa.update(steps).where(steps.c.id == row.id).values(metrics=msgspec.json.encode(purged).decode()))
+
+
 def _finish(connection: sa.Connection, run_id: int, name: str, now: float) -> None:
     _lock(connection, run_id, name)
-    words = sa.case((runs.c.state.in_(("failed", "stopped")) & (runs.c.reason != ""), PURGED), else_=runs.c.reason)
+    _take_names(connection, run_id)
+    words = sa.case((runs.c.reason != "", PURGED), else_=runs.c.reason)
     connection.execute(sa.update(runs).where(runs.c.run_id == run_id).values(purged_at=now, reason=words))

@@ -221,6 +221,19 @@ def run_by_name(engine: sa.Engine, name: str) -> RunRow | None:
         return next((_struct(RunRow, row) for row in _ask(connection, "run_by_name", name=name)), None)
 
 
+def keys_in_force(engine: sa.Engine) -> dict[str, tuple[str, str]]:
+    """Public key -> (role, name), as the events `key_added` and `key_revoked` tell."""
+    found: dict[str, tuple[str, str]] = {}
+    with _reading(engine) as connection:
+        for row in _ask(connection, "key_events"):
+            if row["kind"] == "key_added":
+                detail = json.loads(row["detail"])
+                found[row["subject"]] = detail["role"], detail["name"]
+            else:
+                found.pop(row["subject"], None)
+    return found
+
+
 def samples_of_step(
     engine: sa.Engine, run: str, step: int, group: int | None = None, purpose: str = "train"
 ) -> tuple[SampleRow, ...]:

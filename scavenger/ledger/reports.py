@@ -28,14 +28,18 @@ Format = Literal["table", "csv", "json"]
 _WIDTH = 200
 
 
-def report(url: str, name: str, format: Format = "table") -> str:
-    """The answer of `sql/reports/<name>.sql` as text.
+def report(url: str, name: str, format: Format = "table", most: int | None = None, since: float | None = None) -> str:
+    """The answer of `sql/reports/<name>.sql` as text. `most`, `since` (Unix seconds): of reports that show their newest rows.
 
     Raises `LedgerError` for an unknown report, format or ledger, and for a ledger of another release, which may lack what it reads.
 
     "table" shows times (columns ending in `_unix_s`) as UTC dates; "csv" and "json" keep Unix seconds.
     """
     sql = queries.load_report(name)
+    if (most is not None or since is not None) and not queries.is_bounded(sql):
+        bounded = [other for other in queries.report_names() if queries.is_bounded(queries.load_report(other))]
+        raise LedgerError(f"report {name!r} shows all there is", f"--limit and --since are for {', '.join(bounded)}")
+    sql = queries.bounded(sql, most, since)
     if format not in _FORMATS:
         raise LedgerError(f"there is no format {format!r}", f"choose one of: {', '.join(_FORMATS)}")
     engine = open_readonly(url)
@@ -85,8 +89,23 @@ def _check_contents(engine: sa.Engine) -> list[str]:
         for name in ("exactly_once", "contradictions")
         for problem, run_id, sample_id, detail in rows(engine, queries.load_report(name)).rows
     ]
+    found += [
+        f"run {run_id} sample {sample_id}: more tokens than its budget ({accepted} accepted, max_tokens {budget})"
+        for run_id, sample_id, accepted, budget in rows(engine, _OVER_BUDGET.format(budget=_BUDGET[engine.dialect.name])).rows
+    ]
     found += [f"{what}: {counted(n, 'row')}" for what, n in rows(engine, queries.load("references")).rows if n]
     return found
+
+
+#: The two databases spell differently how a field is read from JSON, so this is no report.
+_BUDGET = {
+    "sqlite": "json_extract(g.sampling, '$.max_tokens')",
+    "postgresql": "CAST(CAST(g.sampling AS json) ->> 'max_tokens' AS bigint)",
+}
+_OVER_BUDGET = """
+SELECT s.run_id, s.sample_id, s.accepted_len, {budget} FROM samples s JOIN groups g ON g.group_id = s.group_id
+WHERE s.accepted_len > {budget} ORDER BY s.sample_id
+"""
 
 
 def utc(at: float) -> str:

@@ -301,6 +301,7 @@ KINDS: dict[type[Record], Kind] = {
         _insert(t.events, **_same(t.events, "kind run_id subject reason detail at")),
         creates="events",
     ),
+    r.Heartbeat: _kind(),
 }  # fmt: skip
 
 

@@ -105,6 +105,16 @@ def grant_generation(engine: sa.Engine, host: str, pid: int, code_version: str, 
     return granted
 
 
+def release(engine: sa.Engine, generation: Generation, now: float) -> bool:
+    """End the generation of a daemon that was told to stop and wrote all it had: nobody needs to wait for its silence. False: it was over.
+
+    What the driver raises passes through; then the generation ends when its heartbeat is old.
+    """
+    mine = (_g.generation == int(generation), _g.uid == generation.uid, _g.superseded_at.is_(None))
+    with open_connection(engine) as connection, connection.begin():
+        return connection.execute(sa.update(generations).where(*mine).values(superseded_at=now)).rowcount == 1
+
+
 def begin_history(connection: sa.Connection, pid: int, host: str, why: str, now: float, announced: Announced, floor: int = 0) -> Generation:
     """Within a transaction: fence every generation and begin another history, in which nobody writes yet.
 

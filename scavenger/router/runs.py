@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from scavenger import discretion
 from scavenger.ledger import records as rec
 from scavenger.router import samples as sm
 from scavenger.router import workers as wk
@@ -44,6 +45,8 @@ from scavenger.wire import (
 )
 
 OUTCOMES = {"train": ("consumed", "filtered", "masked"), "eval": ("evaluated", "masked")}
+
+ENDS = ("finished", "failed", "stopped")
 
 
 def called(core: Core, conn: int, identity: Identity, call: Call) -> None:
@@ -347,7 +350,8 @@ def _commit(core: Core, run: Run, body: CommitStep) -> ReplyBody:
         sm.forget(core, group)
     core.record(
         rec.StepCommitted(
-            run.id, body.step, body.purpose, run.attempt, body.version, msgspec.json.encode(body.metrics).decode(), core.now
+            run.id, body.step, body.purpose, run.attempt, body.version,
+            msgspec.json.encode(discretion.metrics(body.metrics)).decode(), core.now,
         )
     )  # fmt: skip
     run.policy.observe(StepFinished(body.step, body.purpose, body.metrics), core.now)
@@ -379,8 +383,8 @@ def _end(core: Core, run: Run, body: CommitStep, sample: Sample, outcome: Sample
     sample.step("end")
     core.record(
         rec.SampleEnded(
-            sample.id, outcome.outcome, outcome.reason, body.step, run.attempt, outcome.reward, outcome.advantage, core.now,
-            outcome.reward_version,
+            sample.id, outcome.outcome, discretion.reason(outcome.outcome, outcome.reason), body.step, run.attempt,
+            outcome.reward, outcome.advantage, core.now, discretion.version(outcome.reward_version),
         )
     )  # fmt: skip
 
@@ -412,6 +416,8 @@ def _set_reserved(core: Core, run: Run, body: SetReserved) -> ReplyBody:
 def _close(core: Core, run: Run, body: CloseRun) -> ReplyBody:
     if run.ended:
         return Ok()
+    if body.state not in ENDS:
+        return Denied("invalid", "a run does not end so", f"give one of {', '.join(ENDS)}")
     run.ended = True
     for group in list(run.by_key.values()):
         for sample in group.samples:

@@ -1,4 +1,9 @@
--- What was decided, when, and why?
+-- What was decided, when, and why? (The newest ones; "bounds" says how many, and since which Unix second.)
+WITH bounds AS (SELECT 1000 AS most, 0.0 AS since),
+newest AS (
+  SELECT * FROM v_decisions WHERE at >= (SELECT since FROM bounds)
+  ORDER BY id DESC LIMIT (SELECT most FROM bounds)
+)
 SELECT id, CAST(at AS bigint) AS at_unix_s, policy, action, subject, reason, inputs
-FROM v_decisions
+FROM newest
 ORDER BY id;

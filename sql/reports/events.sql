@@ -1,5 +1,10 @@
--- What else happened: refused chunks, an unreachable scheduler, quarantined nodes?
+-- What else happened: refused chunks, an unreachable scheduler, quarantined nodes? (The newest; "bounds": how many, since which Unix second.)
+WITH bounds AS (SELECT 1000 AS most, 0.0 AS since),
+newest AS (
+  SELECT * FROM v_events WHERE at >= (SELECT since FROM bounds)
+  ORDER BY id DESC LIMIT (SELECT most FROM bounds)
+)
 SELECT e.id, CAST(e.at AS bigint) AS at_unix_s, e.kind, COALESCE(r.name, '') AS run, e.subject, e.reason, e.detail
-FROM v_events e
+FROM newest e
 LEFT JOIN v_runs r ON r.run_id = e.run_id
 ORDER BY e.id;

@@ -252,7 +252,7 @@ class Chaos:
         elif fault.kind == "stop" and part == "daemon":
             self._expected.add(process.pid)
             self._lasting.append(StoppedDaemon(self.site, self._daemon))
-            self._daemon = self.site.spawn_daemon()
+            self._daemon = self.site.spawn_daemon("--take-over")
         elif fault.kind == "stop" and process.name == "rank 0" and fault.coin and self.options.backend == "local":
             self._lasting.append(StoppedTrainer(self.site, process, self._job))
             self._job = play.submit(self.site, self.run_toml)

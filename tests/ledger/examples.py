@@ -111,6 +111,7 @@ def epilogue() -> list[r.Record]:
         r.WorkerLeft(2, "drained", True, 0, 0, 0, T0 + 23),
         r.RunEnded(1, "finished", "", T0 + 24),
         r.ContentsReduced(1, 2, (12,), "compacted", T0 + 25),
+        r.Heartbeat(T0 + 26),
     ]
 
 

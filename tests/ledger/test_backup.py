@@ -27,6 +27,7 @@ from scavenger.ledger.transaction import NOBODY, Announced
 from scavenger.ledger.writer import Writer, WriterState
 from tests.ledger.conftest import new_database
 from tests.ledger.examples import T0, everything, written
+from tests.ledger.histories import fetch
 from tests.ledger.test_roles import DAEMON, ROLES, Site, execute, made_site, scalar
 
 
@@ -356,6 +357,30 @@ def config_of(state_dir: Path) -> DaemonConfig:
     return DaemonConfig.model_validate({"daemon": {"state_dir": state_dir}})
 
 
+@pytest.mark.postgres
+def test_the_command_says_of_postgresql_too_what_is_lost_and_that_nothing_is_kept(postgres: sa.URL, tmp_path: Path) -> None:
+    url = new_database(postgres)
+    (tmp_path / "scavenger.toml").write_text(f'[daemon]\nstate_dir = "{tmp_path / "state"}"\nledger = "{url}"\n')
+    command = ["ledger", "restore", str(tmp_path / "copy"), "--config", str(tmp_path / "scavenger.toml"), "--force"]
+
+    def run_of(number: int, name: str) -> rec.RunCreated:
+        return rec.RunCreated(number, name, "owner", 17, "{\n}", "tab\t and \\ newline\n", "/tokenizer.json", 1.0)
+
+    written(url, [[run_of(1, "kept-1"), run_of(2, "kept-2")]])
+    backup.backup(url, tmp_path / "copy")
+    none_lost = CliRunner().invoke(app, command, input="n\n")
+    assert "not in the backup" not in none_lost.output
+    written(url, [[run_of(3, "lost-1"), run_of(4, "kept-1")]])
+    refused = CliRunner().invoke(app, command, input="n\n")
+    assert (refused.exit_code, "nothing was replaced" in refused.output) == (1, True), refused.output
+    assert "not in the backup: lost-1, kept-1\n" in refused.output, "a run of a known name is another one all the same"
+    assert "no copy of the replaced ledger is kept" in refused.output
+    done = CliRunner().invoke(app, [*command, "--yes"])
+    assert done.exit_code == 0, done.output
+    assert "is kept as" not in done.output
+    assert fetch(url, "SELECT name FROM runs ORDER BY run_id") == [("kept-1",), ("kept-2",)]
+
+
 def test_a_restore_names_the_daemon_that_is_in_the_way(tmp_path: Path) -> None:
     config = config_of(tmp_path / "state")
     written(config.ledger_url, everything())
@@ -365,7 +390,9 @@ def test_a_restore_names_the_daemon_that_is_in_the_way(tmp_path: Path) -> None:
     first = ownership.Ownership(tmp_path / "state", here)
     assert first.holder is None
     second = ownership.Ownership(tmp_path / "state", ownership.Holder("elsewhere", 1, 0.0))
-    assert second.holder == here
+    assert second.holder is not None
+    assert (second.holder.host, second.holder.pid, second.holder.since) == (here.host, here.pid, here.since)
+    assert abs(second.holder.beat - time.time()) < 60.0
     with pytest.raises(LedgerError, match=rf"pid {os.getpid()} on host \S+, there since 2023-11-14 22:13:20 UTC(.|\n)*--force"):
         ownership.restore_ledger(config, tmp_path / "copy", force=False)
     assert ownership.restore_ledger(config, tmp_path / "copy", force=True).generation == 31
@@ -381,7 +408,7 @@ def test_a_daemon_of_another_host_is_known_by_its_recent_commit(url: str) -> Non
     engine = store.open_engine(url)
     transaction.grant_generation(engine, "elsewhere", 77, "v", 1000.0)
     engine.dispose()
-    assert ownership.writer_of(url, 1030.0) == ownership.Holder("elsewhere", 77, 1000.0)
+    assert ownership.writer_of(url, 1030.0) == ownership.Holder("elsewhere", 77, 1000.0, 1000.0)
     assert ownership.writer_of(url, 2000.0) is None
 
 

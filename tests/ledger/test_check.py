@@ -98,6 +98,10 @@ HOLES: dict[str, tuple[str, str]] = {
     ),
     "an attempt that was not": ("UPDATE runs SET attempt = 9", "run 1: its newest attempt was never granted (attempt 9)"),
     "a last step that was not": ("UPDATE runs SET last_step = 50", "run 1: its last step was never committed (step 50)"),
+    "more tokens than were allowed": (
+        """UPDATE groups SET sampling = '{"temperature":1.0,"max_tokens":8}' WHERE group_id = 10""",
+        "run 1 sample 11: more tokens than its budget (9 accepted, max_tokens 8)",
+    ),
     "no writer": ("DELETE FROM generations", "run 1: written by nobody: the ledger names no generation (1 runs)"),
 }  # fmt: skip
 

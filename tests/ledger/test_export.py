@@ -100,7 +100,7 @@ def test_a_folder_with_something_in_it_and_an_unknown_run_are_refused(sqlite_url
         export.export(sqlite_url, tmp_path / "out")
     path = config(tmp_path, sqlite_url)
     done = CliRunner().invoke(app, ["ledger", "export", "--out", str(tmp_path / "new"), "--config", str(path)])
-    assert (done.exit_code, "runs                          1 rows" in done.output) == (0, True), done.output
+    assert (done.exit_code, "runs                          1 row\n" in done.output) == (0, True), done.output
 
 
 def test_an_export_s_memory_is_bounded(sqlite_url: str, tmp_path: Path) -> None:

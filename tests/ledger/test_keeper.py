@@ -22,6 +22,7 @@ from scavenger.ledger import store
 from scavenger.ledger.keeper import QUIET_BYTES, Keeper
 from scavenger.ledger.reports import check
 from scavenger.ledger.retention import Policy
+from scavenger.succession import Manner
 from scavenger.wire import EngineSpec
 from tests.ledger.examples import T0, WAIT_S, Witness, witness, written
 from tests.ledger.histories import fetch, training
@@ -56,7 +57,7 @@ def test_a_daemon_applies_its_policy(tmp_path: Path, retention: str, became: int
     reduced = "SELECT count(*) FROM samples WHERE contents IS NOT NULL"
 
     async def live() -> None:
-        daemon = Daemon(config, None)
+        daemon = Daemon(config, None, Manner.TAKE_OVER)
         serving = asyncio.create_task(daemon.run())
         async with asyncio.timeout(WAIT_S):
             while not served(state_dir) or (await asyncio.to_thread(fetch, config.ledger_url, reduced)) != [(became,)]:

@@ -13,23 +13,27 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from rollout.engines.reference import ReferenceEngine
 from rollout.tasks import spawn
-from scavenger import client, wire
+from scavenger import client, discretion, wire
 from scavenger.config import AlgorithmSection, RewardSection
+from scavenger.discretion import OTHER
 from scavenger.errors import ConfigError, RewardError, told
 from scavenger.ledger import purge, store
 from scavenger.ledger import records as r
-from tests.ledger.examples import T0, written
+from tests.ledger.examples import T0, prologue, written
 from tests.ledger.histories import answers, ended, fetch, training
 from tests.ledger.test_roles import DAEMON, Site, made_site
 from tests.router.harness import SPEC, Bench, StoredLedger, chunk_of, specs
 from trainer.__main__ import close_failed
+from trainer.advantages import group_normalised
 from trainer.rewards import RewardRunner
 from trainer.scoring import Scoring
+from trainer.step import summarise
 
 SECRET = "swordfish"
 #: A judge that quotes all it was given, as many do.
@@ -164,6 +168,69 @@ def test_a_reward_that_quotes_the_answer_is_seen_by_no_reader_and_purged(place: 
         assert SECRET.encode() not in left
 
 
+def test_the_words_of_another_s_trainer_do_not_enter_reasons_versions_and_names_of_metrics(place: Site | str) -> None:
+    url, quote, word = owner(place), f"cannot judge '{SECRET}'", f"{SECRET}-7"  # a sentence, and what looks like a name
+    play = Play(url)
+    (group,) = play.groups(1)
+    consumed, filtered = (
+        wire.SampleOutcome(sample.sample_id, outcome, 1.0, 0.0, quote, version)
+        for sample, outcome, version in zip(group.samples, ("consumed", "filtered"), (quote, word), strict=True)
+    )
+    figures = {"reward": 0.5, quote: 1.0, "seconds": math.nan, word: 2.0}
+    assert isinstance(play.bench.call(wire.CommitStep(1, 1, "train", (consumed, filtered), figures)), wire.Ok)
+    (group,) = play.groups(1, "eval")
+    outcomes = tuple(wire.SampleOutcome(sample.sample_id, "evaluated", 1.0, 0.0, quote, "judge:v1@abc") for sample in group.samples)
+    assert isinstance(play.bench.call(wire.CommitStep(1, 1, "eval", outcomes, {"eval_greedy": 1.0})), wire.Ok)
+    (group,) = play.groups(2)
+    known = "zero variance: every reward is -0.5"
+    outcomes = tuple(wire.SampleOutcome(sample.sample_id, "filtered", -0.5, 0.0, known, "judge:v1@abc") for sample in group.samples)
+    assert isinstance(play.bench.call(wire.CommitStep(2, 1, "train", outcomes, {"loss": 1.0})), wire.Ok)
+    assert isinstance(play.bench.call(wire.CloseRun("finished", quote)), wire.Ok)
+    play.ledger.close()
+
+    for name, text in said(reader(place), "view").items():
+        assert quote not in text or name == "v_runs", name
+    assert set(fetch(url, "SELECT DISTINCT reason FROM samples")) == {(OTHER,), (known,)}
+    versions = {str(version) for (version,) in fetch(url, "SELECT DISTINCT reward_version FROM sample_ends")}
+    assert "judge:v1@abc" in versions, "what looks like a version stays as it is"
+    assert len(versions) == 3
+    assert [set(json.loads(str(text))) for (text,) in fetch(url, "SELECT metrics FROM steps ORDER BY id")] == [
+        {"reward", "seconds", word, discretion._digest("metric", quote)}, {"eval_greedy"}, {"loss"},
+    ]  # fmt: skip
+
+    purge.purge(url, "r")
+    assert naming(url, "table") == []
+    assert set(fetch(url, "SELECT DISTINCT reason FROM samples")) == {(OTHER,), (known,)}, "our own words stay"
+    after = {str(version) for (version,) in fetch(url, "SELECT DISTINCT reward_version FROM sample_ends")}
+    assert len(after) == 3, "the samples that one function judged are known as such"
+    assert all(version.startswith("version-") for version in after)
+    before = fetch(url, "SELECT reason, reward_version, metrics FROM sample_ends, steps")
+    purge.purge(url, "r")
+    assert fetch(url, "SELECT reason, reward_version, metrics FROM sample_ends, steps") == before, "again, nothing changes"
+    if isinstance(place, str):
+        left = b"".join(file.read_bytes() for file in Path(place.removeprefix("sqlite:///")).parent.iterdir())
+        assert SECRET.encode() not in left
+
+
+def test_a_function_whose_version_is_another_for_each_sample_is_purged_without_a_statement_for_each(url: str) -> None:
+    samples = [r.SampleEnded(501 + n, "consumed", "", 5, 1, 1.0, 0.0, T0 + 21, f"{SECRET}{n}") for n in range(100)]
+    grown = r.GroupCreated(500, 1, "train", 5, 9, 0, 1, b"\1\0\0\0", 100, 501, "{}", "", T0)
+    written(url, [[*prologue(), grown], [*samples], [r.RunEnded(1, "failed", "", T0)]])
+    assert naming(url, "table") != []
+    purge.purge(url, "sorting")
+    assert naming(url, "table") == []
+    assert fetch(url, "SELECT DISTINCT reward_version FROM samples") == [("purged",)]
+
+
+def test_our_own_trainer_says_only_what_is_known() -> None:
+    assert set(summarise([], {}, kl_coef=0.0)) <= discretion.METRICS
+    for rewards in ([0.5, 0.5], [1e-7, 1e-7], [1e20, 1e20], [0.0, 1.0]):
+        values = torch.tensor(rewards, dtype=torch.float64)
+        for usable in ([True, True], [True, False], [False, False]):
+            found = group_normalised(values, torch.tensor(usable), scale_by_std=True)
+            assert found.informative or discretion.is_known(found.reason), found.reason
+
+
 def engine_error() -> str:
     """What an engine whose library quotes the prompt has its worker say."""
 
@@ -211,10 +278,12 @@ def test_the_words_of_another_s_trainer_and_of_earlier_releases_are_purged_too(u
     masked = [
         r.SampleReopened(501, 1, T0 + 20),
         r.SampleEnded(501, "masked", f"no judge for {SECRET}", 5, 1, None, None, T0 + 21),
+        r.SampleEnded(502, "filtered", f"all alike: {SECRET}", 5, 1, 0.0, None, T0 + 21, f"judge of {SECRET}"),
+        r.StepCommitted(1, 9, "eval", 1, 1, json.dumps({"reward": 1.0, f"is it {SECRET}?": None}), T0 + 22),
         r.RunEnded(1, state, f"ValueError: {SECRET}", T0 + 24),
     ]
     written(url, [*training(), *([record] for record in masked)])
-    assert sorted(naming(url, "table")) == ["runs", "sample_ends", "samples"]
+    assert sorted(naming(url, "table")) == ["runs", "sample_ends", "samples", "steps"]
     before = answers(url, without=["runs"])
     purge.purge(url, "sorting")
     assert naming(url, "table") == []

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+import typer
 
 from scavenger import resources
+from scavenger.cli_ledger import _moment
 from scavenger.errors import LedgerError
 from scavenger.ledger import queries
 from scavenger.ledger import records as r
@@ -158,6 +160,40 @@ def test_an_unknown_report_or_format_is_refused_with_the_choice(url: str) -> Non
         report(url, "../ledger/next_ids")
     with pytest.raises(LedgerError, match="table, csv, json"):
         report(url, "preemptions", "xml")  # type: ignore[arg-type]
+
+
+def test_reports_without_an_end_show_their_newest_rows_and_others_when_asked(url: str) -> None:
+    names = {"events": "id", "decisions_with_reasons": "id", "gpus_by_owner_over_time": "at_unix_s"}
+    assert {name for name in queries.report_names() if queries.is_bounded(queries.load_report(name))} == set(names)
+    many = 1_200
+    written(url, [[
+        record for n in range(many) for record in (
+            r.Event("k", 0, f"{n}", "", "{}", T0 + n), r.Decision("p", "a", f"{n}", "r", "{}", T0 + n),
+            r.ClusterSampled(n, 0, 0, 0, 0, 0, T0 + n),
+        )
+    ]])  # fmt: skip
+    for name in names:
+        def shown(*bounds: float | None, of: str = name) -> list[int]:
+            rows = json.loads(report(url, of, "json", *bounds))["rows"]  # type: ignore[arg-type]
+            return [int(row.get("subject", row.get("idle"))) for row in rows]
+
+        assert shown() == list(range(many - 1000, many)), name
+        assert len(outside(url, name)) == 1000, "the file alone is bounded too"
+        assert shown(3) == [many - 3, many - 2, many - 1]
+        assert shown(5000) == list(range(many))
+        assert shown(None, T0 + many - 10.5) == list(range(many - 10, many))
+        assert shown(4, T0 + many - 10.5) == list(range(many - 4, many))
+    with pytest.raises(LedgerError, match="--limit and --since are for decisions_with_reasons, events"):
+        report(url, "preemptions", "table", 3)
+
+
+def test_a_time_is_a_date_in_utc_or_so_long_ago() -> None:
+    said = {"90s": 999_910.0, "24h": 913_600.0, "7d": 395_200.0, "1970-01-02": 86_400.0, "1970-01-02T01:00": 90_000.0}
+    said |= {"1970-01-02T01:00+01:00": 86_400.0, "1970-01-02T01:00Z": 90_000.0}
+    assert {text: _moment(text, 1_000_000.0) for text in said} == said
+    for nonsense in ("d", "yesterday", "24", "1e400d x"):
+        with pytest.raises(typer.BadParameter, match="is no time"):
+            _moment(nonsense, 0.0)
 
 
 def test_reports_lie_where_an_admin_looks_for_them() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,7 @@ from scavenger.cluster import procs
 from scavenger.cluster.layout import demo_layout
 from scavenger.cluster.model import JobState
 from scavenger.demo.site import Site, SiteOptions
-from scavenger.errors import Fenced, Refused
+from scavenger.errors import Fenced, LedgerHeld, Refused
 from scavenger.ledger import reports
 from scavenger.weights.source import WeightSource
 from tests.chaos.faults import fill
@@ -107,7 +108,11 @@ def _settled(site: Site, leases: list[tuple[int, ...]]) -> bool:
 
 
 def _start_a_second_daemon(site: Site) -> None:
-    """An admin's mistake: the newer daemon takes the ledger, the older one says so and ends; the run goes on with the newer."""
+    """An admin's mistake is refused. Meant, the newer daemon takes the ledger, the older one ends, the run goes on with the newer."""
+    argv = [sys.executable, "-m", "scavenger", "daemon", "--config", str(site.config_path)]
+    refused = subprocess.run(argv, env=site.env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False)
+    assert refused.returncode == LedgerHeld.exit_code, refused.stderr
+    assert f"held by the daemon with pid {site.daemon_pid} on host" in refused.stderr
     with site.second_daemon() as first:
         assert first.wait(30) == Fenced.exit_code
     assert "another daemon owns this ledger now" in _daemon_log(site)

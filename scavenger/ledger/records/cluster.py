@@ -121,3 +121,9 @@ class Event(Record, frozen=True):
     reason: str
     detail: str
     at: float
+
+
+class Heartbeat(Record, frozen=True):
+    """Nothing happened, and the daemon is there: a transaction without a row of its own, which moves its generation's `committed_at`."""
+
+    at: float
