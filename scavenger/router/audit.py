@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scavenger.router import advice, views
+from scavenger.router import advice, runs, views
 from scavenger.router import samples as sm
 from scavenger.router.policy import Standard
 from scavenger.router.state import Core, Run, Sample, SampleStatus, Worker, WorkerStatus
@@ -60,6 +60,8 @@ def _check_run(core: Core, run: Run) -> None:
     assert {s.id for v in versions for s in run.queue.waiting(v)} == waiting, f"run {run.id}: the queue's order lacks samples"
     if run.ended:
         return
+    sizes = runs.fleet_sizes(run)
+    assert run.restated or run.sizes == sizes, f"run {run.id}: its fleet is counted as {run.sizes}, and is {sizes}"
     if isinstance(run.policy, Standard):  # others may hold samples back
         assert not advice.placements(core, run), f"run {run.id}: samples could be placed and were not"
     wanted = sm.target_version(run)

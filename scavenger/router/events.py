@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import msgspec
+
 from scavenger.ledger.records import GroupState, Record
 from scavenger.wire import Assign, Call, GroupDone, Message, WorkerHello
 
@@ -33,8 +35,7 @@ class HelloReceived:
     hello: WorkerHello
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerSaid:
+class WorkerSaid(msgspec.Struct, frozen=True, gc=False):
     """Any message of a worker after its hello. `faults`: what `payload_check` found, by position of the chunk in the message.
 
     The tokens that the core compares (`samples.overlaps`) are in memory.
@@ -45,22 +46,19 @@ class WorkerSaid:
     faults: Mapping[int, str] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Heard:
+class Heard(msgspec.Struct, frozen=True, gc=False):
     """Something came from this connection, and waits until tokens are read back from the ledger: its worker lives."""
 
     conn: int
 
 
-@dataclass(frozen=True, slots=True)
-class TrainerCalled:
+class TrainerCalled(msgspec.Struct, frozen=True, gc=False):
     conn: int
     identity: Identity
     call: Call
 
 
-@dataclass(frozen=True, slots=True)
-class Committed:
+class Committed(msgspec.Struct, frozen=True, gc=False):
     """Every record up to and including this ticket is durable."""
 
     ticket: int
@@ -93,8 +91,7 @@ class IntentRevoked:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(msgspec.Struct, frozen=True, gc=False):
     """Time passed."""
 
 
@@ -103,14 +100,12 @@ RouterEvent = HelloReceived | WorkerSaid | Heard | TrainerCalled | Committed | H
 # ---------------------------------------------------------------- actions
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(msgspec.Struct, frozen=True, gc=False):
     conn: int
     message: Message
 
 
-@dataclass(frozen=True, slots=True)
-class Fill:
+class Fill(msgspec.Struct, frozen=True, gc=False):
     """Send the message, in its place among what goes to this connection, with the first `lengths[i]` tokens of its i-th lease or sample.
 
     All of them are durable: what is not in memory can be read from the ledger.
@@ -121,8 +116,7 @@ class Fill:
     lengths: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Write:
+class Write(msgspec.Struct, frozen=True, gc=False):
     """Commit these records in this order; answer `Committed(ticket)`. Tickets grow by one."""
 
     ticket: int

@@ -121,7 +121,7 @@ class Router:
 
     def _ask(self, run: Run, *, fleet: bool, timed: bool) -> None:
         """Moves and the window are asked for when the fleet, the step or the window changed, and when it is time."""
-        sizes = runs.fleet_sizes(run) if fleet or timed or run.recount else run.sizes
+        sizes = runs.counted(run) if fleet or timed else runs.counted_again(run) if run.recount else run.sizes
         run.recount = False
         fresh, run.fresh, run.sizes = run.fresh or sizes != run.sizes, False, sizes
         if fresh or timed:
@@ -176,7 +176,7 @@ class Router:
 
     def ask_at(self) -> float:
         """When a policy wants to be asked again at the latest (s): a driver in virtual time ticks then. Live, ticks come anyway."""
-        return min((run.ask_window_at for run in self.core.runs.values() if not run.ended), default=math.inf)
+        return min([run.ask_window_at for run in self.core.runs.values() if not run.ended], default=math.inf)
 
     def restore(self, snapshot: rec.Snapshot, now: float) -> list[RouterAction]:
         """Rebuild the tables from the ledger after a restart; open leases stay with their holders until `reconnect_s` is over."""

@@ -179,8 +179,7 @@ class PlainView:
 # ---------------------------------------------------------------- what may be learned from
 
 
-@dataclass(frozen=True, slots=True)
-class SampleFinished:
+class SampleFinished(msgspec.Struct, frozen=True, gc=False):
     """A sample has its last token. `seconds`: since its lease began; `capped`: it ended at its budget."""
 
     sample_id: int
@@ -194,8 +193,7 @@ class SampleFinished:
     node: str
 
 
-@dataclass(frozen=True, slots=True)
-class EngineProgress:
+class EngineProgress(msgspec.Struct, frozen=True, gc=False):
     """Between two heartbeats an engine held the same `batch` samples throughout, and generated `tokens` for them in `seconds`.
 
     `context`: tokens of prompts and answers that they had together, on average over that time.

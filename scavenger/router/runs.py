@@ -431,31 +431,53 @@ def _close(core: Core, run: Run, body: CloseRun) -> ReplyBody:
     return Ok()
 
 
-def _live(run: Run) -> list[Worker]:
-    return [w for w in run.workers.values() if w.conn is not None and not w.suspect and w.status is not WorkerStatus.DRAINING]
-
-
 def fleet_sizes(run: Run) -> tuple[int, int, int]:
     """Harvested workers that can generate, reserved ones awake, reserved ones asleep or going to sleep.
 
     A harvested worker that still loads does not count: under churn, engines that are taken again before they generate would keep
     reserved ones asleep for nothing.
     """
-    harvested = awake = asleep = 0
+    sizes = [0, 0, 0]
     for worker in run.workers.values():
-        if worker.conn is None or worker.suspect or worker.status is WorkerStatus.DRAINING:
-            continue
-        if worker.kind == "harvested":
-            harvested += worker.status is WorkerStatus.READY
-        elif worker.status in (WorkerStatus.READY, WorkerStatus.LOADING):
-            awake += 1
-        else:
-            asleep += 1
-    return harvested, awake, asleep
+        role = _role(worker)
+        if role >= 0:
+            sizes[role] += 1
+    return sizes[0], sizes[1], sizes[2]
+
+
+def counted(run: Run) -> tuple[int, int, int]:
+    """The sizes, counted anew."""
+    run.restated.clear()
+    for worker in run.workers.values():
+        worker.role = _role(worker)
+    return fleet_sizes(run)
+
+
+def counted_again(run: Run) -> tuple[int, int, int]:
+    """The sizes as counted last, with those workers counted again that are another since: a fleet loads one by one."""
+    sizes = list(run.sizes)
+    for worker in run.restated:
+        before, worker.role = worker.role, _role(worker)
+        if before >= 0:
+            sizes[before] -= 1
+        if worker.role >= 0:
+            sizes[worker.role] += 1
+    run.restated.clear()
+    return sizes[0], sizes[1], sizes[2]
+
+
+def _role(worker: Worker) -> int:
+    status = worker.status
+    if worker.conn is None or worker.suspect or status is WorkerStatus.DRAINING:
+        return -1
+    if worker.kind == "harvested":
+        return 0 if status is WorkerStatus.READY else -1
+    return 1 if status is WorkerStatus.READY or status is WorkerStatus.LOADING else 2
 
 
 def fleet_of(run: Run) -> Fleet:
     """The run's workers as its trainer sees them."""
-    open_samples = sum(g.unfinished for g in run.by_key.values() if not g.orphaned)
-    held = sum(len(w.leases) for w in _live(run) if w.kind == "reserved")
-    return Fleet(*fleet_sizes(run), open_samples, held, run.window, words(run.window_reason))
+    open_samples = sum([g.unfinished for g in run.by_key.values() if not g.orphaned])
+    held = sum([len(w.leases) for w in run.workers.values() if w.kind == "reserved" and _role(w) >= 0])
+    sizes = fleet_sizes(run) if run.restated else run.sizes
+    return Fleet(*sizes, open_samples, held, run.window, words(run.window_reason))

@@ -199,6 +199,7 @@ class Run:
     dirty: bool = True  # something changed that may let a worker load, or a sample be placed
     stirred: bool = True  # the same, but only samples changed, and no worker
     recount: bool = True  # its fleet's sizes may have changed
+    restated: list[Worker] = field(default_factory=list)  # workers that one by one took another status since these were counted
     target: int = -1  # version that idle workers were last asked for
     idled: list[Worker] = field(default_factory=list)  # workers whose last lease ended since
     workers: dict[int, Worker] = field(default_factory=dict)
@@ -261,6 +262,7 @@ class Worker:
     loads: int = 0  # versions that it loaded
     changed: bool = True  # whether a lease came or went since
     slots: Slots | None = None  # how policies see its leases, until one comes or goes
+    role: int = -1  # as what it is counted in its run's sizes: their index, -1 = not at all
     yielding: dict[int, Yielding] = field(default_factory=dict)  # sample -> what it was asked to give back
 
 

@@ -364,6 +364,7 @@ def _loaded(core: Core, worker: Worker, message: WeightsLoaded, version: int) ->
     worker.loads += 1
     worker.load_failures = 0
     worker.run.stirred = worker.run.recount = True  # the others' orders stay as they are
+    worker.run.restated.append(worker)
     core.event(
         "weights_loaded", worker.run.id, f"worker {worker.id}", f"version {version}", pull_s=message.pull_s, load_s=message.load_s
     )  # fmt: skip
@@ -436,10 +437,12 @@ def steer(core: Core, worker: Worker, target: int | None = None) -> None:
     if wanted == worker.loaded_version and (wanted == worker.asked_version or not version.sources):
         if worker.status is not WorkerStatus.READY or worker.asked_version != wanted:
             worker.status, worker.asked_version, worker.run.dirty = WorkerStatus.READY, wanted, True
+            worker.run.restated.append(worker)
         return
     if not version.sources or worker.asked_version == wanted or (worker.load_failures and core.now - worker.asked_at < RETRY_LOAD_S):
         return
     worker.asked_version, worker.asked_at, worker.status, worker.run.dirty = wanted, core.now, WorkerStatus.LOADING, True
+    worker.run.restated.append(worker)
     core.send_durable(worker.conn, UseWeights(wanted, version.manifest, version.sources))  # behind its Welcome
 
 

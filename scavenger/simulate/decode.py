@@ -15,6 +15,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from scavenger.errors import ConfigError
 
 BF16_BYTES = 2
@@ -204,8 +206,7 @@ class EngineSpec:
         return low
 
 
-@dataclass(frozen=True, slots=True)
-class Stretch:
+class Stretch(msgspec.Struct, frozen=True, gc=False):
     """`batch` sequences that hold `context` tokens together at step 0 and gain one each a step, with nothing else happening."""
 
     curve: Curve
@@ -214,46 +215,50 @@ class Stretch:
 
     def seconds(self, steps: float) -> float:
         """Time of the first `steps` steps. Step k (from 0) costs `curve.at(context + k * batch)`; fractions interpolate smoothly."""
-        bend = self._bend()
+        early, late = self._lines()
+        bend = _bend(early, late)
         if steps <= bend:
-            return self._series(0, steps, early=True)
-        return self._series(0, bend, early=True) + self._series(bend, steps, early=False)
+            return _series(early, 0, steps)
+        return _series(early, 0, bend) + _series(late, bend, steps)
 
     def steps(self, seconds: float) -> float:
         """How many steps (with a fraction) `seconds` are enough for: the inverse of `seconds`."""
-        bend = self._bend()
-        first = self._series(0, bend, early=True) if bend < math.inf else math.inf
+        early, late = self._lines()
+        bend = _bend(early, late)
+        first = _series(early, 0, bend) if bend < math.inf else math.inf
         if seconds <= first:
-            return self._solve(0, seconds, early=True)
-        return self._solve(bend, seconds - first, early=False)
+            return _solve(early, 0, seconds)
+        return _solve(late, bend, seconds - first)
 
-    def _lines(self) -> tuple[tuple[float, float], tuple[float, float]]:
-        """(cost, slope a step) of the line that leads at step 0, then of the other."""
+    def _lines(self) -> tuple[Line, Line]:
+        """The line that leads at step 0, then the other."""
         curve, batch = self.curve, self.batch
         memory = (curve.overhead + curve.memory + curve.memory_slope * self.context, curve.memory_slope * batch)
         compute = (curve.overhead + curve.compute + curve.compute_slope * self.context, curve.compute_slope * batch)
         return (memory, compute) if memory >= compute else (compute, memory)
 
-    def _bend(self) -> float:
-        """The first whole step at which the other line leads; infinity when it never does."""
-        (high, slope), (low, steeper) = self._lines()
-        return math.ceil((high - low) / (steeper - slope)) if steeper > slope else math.inf
 
-    def _line(self, early: bool) -> tuple[float, float]:
-        first, second = self._lines()
-        return first if early else second
+Line = tuple[float, float]  # a step's cost, and what it grows by with each
 
-    def _series(self, start: float, end: float, early: bool) -> float:
-        """Sum over k from `start` to `end - 1` of cost + slope * k."""
-        cost, slope = self._line(early)
-        count = end - start
-        return count * (cost + slope * start) + slope * count * (count - 1) / 2 if count else 0.0
 
-    def _solve(self, start: float, seconds: float, early: bool) -> float:
-        """The `end` at which the series from `start` has taken `seconds`: the root of slope/2 n^2 + (first - slope/2) n - seconds."""
-        cost, slope = self._line(early)
-        linear = cost + slope * start - slope / 2
-        if slope == 0:
-            return start + seconds / linear
-        # this form of the root loses no digits when slope is tiny
-        return start + 2 * seconds / (linear + math.sqrt(linear * linear + 2 * slope * seconds))
+def _bend(early: Line, late: Line) -> float:
+    """The first whole step at which the other line leads; infinity when it never does."""
+    (high, slope), (low, steeper) = early, late
+    return math.ceil((high - low) / (steeper - slope)) if steeper > slope else math.inf
+
+
+def _series(line: Line, start: float, end: float) -> float:
+    """Sum over k from `start` to `end - 1` of cost + slope * k."""
+    cost, slope = line
+    count = end - start
+    return count * (cost + slope * start) + slope * count * (count - 1) / 2 if count else 0.0
+
+
+def _solve(line: Line, start: float, seconds: float) -> float:
+    """The `end` at which the series from `start` has taken `seconds`: the root of slope/2 n^2 + (first - slope/2) n - seconds."""
+    cost, slope = line
+    linear = cost + slope * start - slope / 2
+    if slope == 0:
+        return start + seconds / linear
+    # this form of the root loses no digits when slope is tiny
+    return start + 2 * seconds / (linear + math.sqrt(linear * linear + 2 * slope * seconds))

@@ -90,7 +90,7 @@ class Lognormal:
     def group(self, streams: Streams, step: int, prompt: int, samples: int) -> tuple[int, ...]:
         scores = _scores(streams, step, prompt, samples, self.correlation)
         logs = np.minimum(self.mu + self.drift * step + self.sigma * scores, math.log(self.cap))
-        return tuple(int(length) for length in np.clip(np.rint(np.exp(logs)), 1, self.cap))
+        return tuple(max(1, min(self.cap, int(length))) for length in np.rint(np.exp(logs)).tolist())
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,8 @@ import heapq
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+
+import msgspec
 
 from scavenger.errors import EngineError
 from scavenger.simulate.decode import Curve, EngineSpec, Stretch
@@ -26,8 +27,7 @@ WATERMARK = 0.01
 _TOLERANCE = 1e-6  # steps: what float sums of step counts may be off by
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(msgspec.Struct, frozen=True, gc=False):
     """A sample to decode here. `generated`: tokens it brings along. `target`: generated tokens at which it ends (nobody else may look)."""
 
     key: int
@@ -41,15 +41,13 @@ class Request:
             raise ValueError(f"sample {self.key}: {self.prompt_tokens} prompt tokens, {self.generated} of {self.target} generated")
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(msgspec.Struct, frozen=True, gc=False):
     time_s: float
     key: int
     generated: int
 
 
-@dataclass(frozen=True, slots=True)
-class Preempted:
+class Preempted(msgspec.Struct, frozen=True, gc=False):
     """The cache was full: the sample waits here, keeps its tokens, and its KV is computed again."""
 
     time_s: float
@@ -57,8 +55,7 @@ class Preempted:
     generated: int
 
 
-@dataclass(frozen=True, slots=True)
-class Joined:
+class Joined(msgspec.Struct, frozen=True, gc=False):
     """Their prefill is done; they decode from now."""
 
     time_s: float
@@ -68,14 +65,12 @@ class Joined:
 Happening = Finished | Preempted | Joined
 
 
-@dataclass(slots=True)
-class _Running:
+class _Running(msgspec.Struct, frozen=True, gc=False):
+    """`last_step`: at which it has all its tokens."""
+
     request: Request
     joined_step: float
-
-    @property
-    def last_step(self) -> float:
-        return self.joined_step + self.request.target - self.request.generated
+    last_step: float
 
 
 class EngineBatch:
@@ -114,15 +109,12 @@ class EngineBatch:
         return len(self._running)
 
     def __contains__(self, key: int) -> bool:
-        return key in self._running or any(request.key == key for request in (*self._joining, *self._waiting))
+        others = (*self._joining, *self._waiting) if self._joining or self._waiting else ()
+        return key in self._running or any(request.key == key for request in others)
 
     def next_time(self) -> float:
         """When `advance` will have something to say; infinity when nothing runs."""
-        if self._unread:
-            return self._since
-        if self._due is None:
-            self._due = self._joined_at if self._joining else self._since + self._stretch_s(self._steps_left())
-        return self._due
+        return self._since if self._unread else self._next_internal()
 
     def advance(self, now: float) -> list[Happening]:
         """All that happened until `now`, in order, since it was last asked."""
@@ -133,8 +125,10 @@ class EngineBatch:
     def add(self, requests: Iterable[Request], now: float) -> None:
         """Give the engine samples; those of one call are prefilled together. Raises `EngineError` for one that could never fit."""
         coming = list(requests)
+        if len({request.key for request in coming}) < len(coming):
+            raise ValueError(f"samples {sorted(request.key for request in coming)}: one comes twice")
         for request in coming:
-            if request.key in self or sum(other.key == request.key for other in coming) > 1:
+            if request.key in self:
                 raise ValueError(f"sample {request.key} is here already")
             if request.prompt_tokens + request.target > self._capacity:
                 raise EngineError(
@@ -192,11 +186,13 @@ class EngineBatch:
         return max(0.0, min(self._end_of_first() - self._step, self._steps_that_fit()))
 
     def _end_of_first(self) -> float:
-        while self._ends:
-            step, key = self._ends[0]
-            if key in self._running and self._running[key].last_step == step:
+        ends, running = self._ends, self._running
+        while ends:
+            step, key = ends[0]
+            one = running.get(key)
+            if one is not None and one.last_step == step:
                 return step
-            heapq.heappop(self._ends)
+            heapq.heappop(ends)
         raise AssertionError("running sequences without an end")
 
     def _steps_that_fit(self) -> float:
@@ -228,7 +224,7 @@ class EngineBatch:
     def _catch_up(self, now: float) -> None:
         if now < self._since:
             raise ValueError(f"the engine is at {self._since} s, asked for {now} s")
-        while (due := self._next_internal()) <= now:
+        while (due := self._due if self._due is not None else self._next_internal()) <= now:
             if self._joining:
                 self._join(due)
                 continue
@@ -239,10 +235,10 @@ class EngineBatch:
                 self._preempt(due)
 
     def _next_internal(self) -> float:
-        unread, self._unread = self._unread, []
-        due = self.next_time()
-        self._unread = unread
-        return due
+        """When the batch changes by itself next."""
+        if self._due is None:
+            self._due = self._joined_at if self._joining else self._since + self._stretch_s(self._steps_left())
+        return self._due
 
     def _finish(self, now: float) -> None:
         while self._running and self._end_of_first() - self._step <= _TOLERANCE:
@@ -323,7 +319,7 @@ class EngineBatch:
         self._since, self._joined_at, self._due = now, math.inf, None
         joined, self._joining = self._joining, []
         for request in joined:
-            one = _Running(request, self._step)
+            one = _Running(request, self._step, self._step + request.target - request.generated)
             self._running[request.key] = one
             heapq.heappush(self._ends, (one.last_step, request.key))
             self._context += request.prompt_tokens + request.generated

@@ -17,6 +17,7 @@ from scavenger.simulate.sequences import EngineBatch, Finished, Request
 from scavenger.simulate.site_daemon import Daemon
 from scavenger.wire import (
     PROTOCOL,
+    Ack,
     Asleep,
     Assign,
     Chunk,
@@ -157,7 +158,7 @@ class SimEngine:
         self._daemon.post(WorkerSaid(self.conn, message))
 
     def _heard(self, message: Message, lengths: Sequence[int]) -> None:
-        if not self.alive:
+        if not self.alive or type(message) is Ack:  # nothing is kept for a resend: no message is lost here
             return
         match message:
             case Assign(leases=leases):
@@ -187,11 +188,12 @@ class SimEngine:
         if not (self.alive and self._held):
             return
         progress = self.batch.progress(self._sim.now)
-        held = tuple(
-            Held(sample_id, one.lease.epoch, one.target if one.done else progress.get(sample_id, one.sent))
-            for sample_id, one in self._held.items()
-        )
-        self._say(Heartbeat(held, sum(h.length for h in held) + self.tokens, self.loaded, 0.0, self._acks))
+        held, total = [], self.tokens
+        for sample_id, one in self._held.items():
+            length = one.target if one.done else progress.get(sample_id, one.sent)
+            held.append(Held(sample_id, one.lease.epoch, length))
+            total += length
+        self._say(Heartbeat(tuple(held), total, self.loaded, 0.0, self._acks))
 
     # ---------------------------------------------------------------- weights
 
