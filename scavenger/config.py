@@ -86,6 +86,12 @@ class HarvestSection(Section):
     python: str = ""  # interpreter of the engines; empty = the daemon's
 
 
+class RouterSection(Section):
+    """What decides which engine generates which sample, when reserved engines sleep, and how many engines are asked for."""
+
+    policy: Literal["predictive", "standard"] = "predictive"
+
+
 class LedgerSection(Section):
     """What becomes of the tokens of samples that no resume from a kept checkpoint can want again."""
 
@@ -95,6 +101,7 @@ class LedgerSection(Section):
 
 class DaemonConfig(Section):
     daemon: DaemonSection
+    router: RouterSection = RouterSection()
     ledger: LedgerSection = LedgerSection()
     cluster: ClusterSection = ClusterSection()
     harvest: HarvestSection = HarvestSection()

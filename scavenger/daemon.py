@@ -32,6 +32,7 @@ from scavenger.ledger.records import Event, GroupState
 from scavenger.ledger.transaction import Announced, Generation
 from scavenger.ledger.writer import Writer, WriterState
 from scavenger.observe import status
+from scavenger.router import policies
 from scavenger.router.events import Identity
 from scavenger.router.machine import Router
 from scavenger.router.payloads import Payload, PayloadStore
@@ -82,7 +83,8 @@ class Daemon:
         writer = self._take_ledger(loop)
         generation, self._engine = writer.granted, writer.engine
         payloads = PayloadStore(self.config.daemon.payload_memory_mb * 2**20)
-        router = Router(limits_of(self.config), generation, payloads, generation.timeline, generation.restored)
+        decides = policies.named(self.config.router.policy)
+        router = Router(limits_of(self.config), generation, payloads, generation.timeline, generation.restored, decides)
         self.server = server = Server(router, writer, self.keyring, pair, self.clock, self._history, payloads, self._payloads)
         look = functools.partial(self._status, server, writer, payloads, self.clock())
         try:

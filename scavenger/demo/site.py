@@ -45,6 +45,7 @@ class SiteOptions:
     harvest: Mapping[str, Any] = field(default_factory=dict)
     cluster: Mapping[str, Any] = field(default_factory=dict)
     ledger: str = ""  # SQLAlchemy URL; empty = SQLite in the state directory
+    policy: str = "predictive"  # router.policy
 
 
 def daemon_document(options: SiteOptions, state_dir: Path, local_dir: Path | None) -> dict[str, dict[str, Any]]:
@@ -57,6 +58,7 @@ def daemon_document(options: SiteOptions, state_dir: Path, local_dir: Path | Non
     harvest = {"partition": "scavenge", "max_engines": options.max_engines, "max_pending": 2, "time_limit_s": 1800.0}
     return {
         "daemon": {"state_dir": str(state_dir), **({"ledger": options.ledger} if options.ledger else {}), **options.daemon},
+        "router": {"policy": options.policy},
         "cluster": {**cluster, **options.cluster},
         "harvest": {**harvest, **options.harvest},
     }

@@ -1,0 +1,20 @@
+"""The policies that a daemon can be told to run, by the names of `router.policy` in `scavenger.toml`. Pure.
+
+Owns the names. Every run gets a policy of its own: what it learns of one run's lengths says nothing of another's.
+"""
+
+from __future__ import annotations
+
+from scavenger.errors import ConfigError
+from scavenger.router.policy import NewPolicy, Standard
+from scavenger.router.predictive import Predictive
+
+NAMES: dict[str, NewPolicy] = {"predictive": Predictive, "standard": lambda _run: Standard()}
+
+
+def named(name: str) -> NewPolicy:
+    """What makes the policy of a run. Raises `ConfigError` for a name that no policy has."""
+    try:
+        return NAMES[name]
+    except KeyError:
+        raise ConfigError(f"there is no policy {name!r}", f"set router.policy to one of: {', '.join(sorted(NAMES))}") from None
