@@ -19,6 +19,7 @@ from scavenger.router.policy import (
     SampleFinished,
     StepFinished,
     StepSubmitted,
+    Toggled,
     WorkerJoined,
     WorkerLost,
     WorkerReady,
@@ -76,8 +77,8 @@ class Forecast:
     loads: dict[str, Average] = field(default_factory=dict)
     finish: Average = field(default_factory=lambda: Average(PRIOR_FINISH_S))
     train: Ratio = field(default_factory=lambda: Ratio(0.0, 1000.0))
-    sleep_s: float = PRIOR_TOGGLE_S
-    wake_s: float = PRIOR_TOGGLE_S
+    sleep: Average = field(default_factory=lambda: Average(PRIOR_TOGGLE_S))
+    wake: Average = field(default_factory=lambda: Average(PRIOR_TOGGLE_S))
     transfer_s: float = PRIOR_TRANSFER_S
     lengths: LengthForecast | None = None
     last: StepSeen | None = None
@@ -115,6 +116,8 @@ class Forecast:
                     self.engines[fact.worker_id] = Engine(fact.kind, fact.node, fact.gpus, now - fact.start_s)
             case WorkerLost():
                 self._worker_lost(fact, now)
+            case Toggled():
+                (self.wake if fact.awake else self.sleep).observe(fact.seconds)
             case StepSubmitted():
                 self._submitted_at, self._evaluating = now, fact.purpose != "train"
             case StepFinished():
@@ -143,8 +146,8 @@ class Forecast:
             prefill_s=prefill,
             train_s=self.train.value(prior),
             round_groups=max(1, trainer_gpus),
-            sleep_s=self.sleep_s,
-            wake_s=self.wake_s,
+            sleep_s=self.sleep.value,
+            wake_s=self.wake.value,
             finish_s=self.finish.value,
         )
 

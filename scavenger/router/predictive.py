@@ -33,6 +33,7 @@ from scavenger.router.policy import (
     Standard,
     StepFinished,
     StepSubmitted,
+    TrainedGroups,
     WindowDecision,
     WindowMoved,
     WorkerJoined,
@@ -121,7 +122,10 @@ class Predictive:
                 self._new_step |= self._unfinished == 0  # the window ends at once
             case WindowMoved():
                 self._changed = True
-                self._trained_at = None if fact.awake else now + self.forecast.sleep_s
+                self._trained_at = None if fact.awake else now + self.forecast.sleep.value
+            case TrainedGroups() if fact.step == self._step:
+                self._trained = float(fact.tokens)
+                self._trained_at = now if self._trained_at is not None else None
             case WorkerReady() | WorkerLost() | WorkerJoined():
                 self._changed = self._shifted = True
                 if isinstance(fact, WorkerLost):
@@ -252,13 +256,15 @@ class Predictive:
             curve = picture.curve(worker)
             held = [(s.prompt_tokens + s.length, expected[s.id]) for s in picture.held.get(worker.id, ())]
             each = [have + rest / 2 for have, rest in held] or [self.forecast.prompt.value + self._mean(picture) / 2]
+            plateau = curve.plateau(sum(each) / len(each), self.settings.plateau)
             engines.append(
                 placement.Engine(
                     worker_id=worker.id,
                     node=worker.node,
                     leases=worker.leases,
-                    limit=max(1, min(worker.max_batch, share, curve.plateau(sum(each) / len(each), self.settings.plateau))),
+                    limit=max(1, min(worker.max_batch, share, plateau, worker.best_batch or plateau)),
                     curve=curve,
+                    cache=float(worker.cache_tokens) or math.inf,
                     longest=max((rest for _, rest in held), default=0.0),
                     work_s=sum(curve.work_s(have, rest) for have, rest in held),
                     context=sum(each) if held else 0.0,

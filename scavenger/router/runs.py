@@ -11,7 +11,7 @@ from scavenger.ledger import records as rec
 from scavenger.router import samples as sm
 from scavenger.router import workers as wk
 from scavenger.router.events import Identity
-from scavenger.router.policy import StepFinished, StepSubmitted, WindowMoved
+from scavenger.router.policy import StepFinished, StepSubmitted, TrainedGroups, WindowMoved
 from scavenger.router.state import Core, Group, Run, Sample, SampleStatus, Version, Worker, WorkerStatus
 from scavenger.wire import (
     MAX_CALL_SAMPLES,
@@ -40,6 +40,7 @@ from scavenger.wire import (
     SampleOutcome,
     SetReserved,
     SubmitGroups,
+    Trained,
     words,
 )
 
@@ -62,6 +63,8 @@ def called(core: Core, conn: int, identity: Identity, call: Call) -> None:
         reply: ReplyBody = _attach(core, conn, run, call.body)
     elif isinstance(call.body, Ping):
         known = call.body.aside or run.conn == conn
+        if run.conn == conn and call.body.trained is not None:
+            _trained(core, run, call.body.trained)
         core.send(conn, Reply(call.id, Pong(core.generation)) if known else HelloAgain("attach first"))
         return
     elif run.conn != conn:
@@ -392,6 +395,13 @@ def _retire_versions(run: Run, keep: int = 4) -> None:
         if version not in used:
             run.versions[version].manifest = b""
             run.versions[version].sources = ()
+
+
+def _trained(core: Core, run: Run, body: Trained) -> None:
+    """How far the trainer is; pings repeat it."""
+    if run.newest == ("train", body.step) and body != run.trained:
+        run.trained = body
+        run.policy.observe(TrainedGroups(body.step, body.groups, body.tokens, body.seconds), core.now)
 
 
 def _set_reserved(core: Core, run: Run, body: SetReserved) -> ReplyBody:

@@ -50,6 +50,7 @@ class RecordedRun:
         self._error = error
         self._groups: list[wire.GroupDone] = []
         self.told: list[bool] = []
+        self.progress: list[tuple[int, int, int]] = []
 
     def submit(self, step: int, version: int, groups: Sequence[wire.GroupSpec], purpose: str = "train") -> tuple[int, ...]:
         self._groups = [self._answer(step, version, spec) for spec in groups]
@@ -80,6 +81,9 @@ class RecordedRun:
 
     def set_reserved(self, awake: bool) -> None:
         self.told.append(awake)
+
+    def trained(self, step: int, groups: int, tokens: int, seconds: float) -> None:
+        self.progress.append((step, groups, tokens))
 
     def publish(self, step: int, manifest: Manifest, source: wire.WeightSource) -> None: ...
     def commit(
