@@ -87,7 +87,7 @@ def play(options: DemoOptions, backend: str, site_dir: Path, model: Model, scree
     """One run on a site of its own, from boot to the end of the training job; returns what the ledger says of it."""
     layout = demo_layout(grace_s=options.grace_s)
     screen.show(None, "booting the cluster, warming up the model")
-    with Site(SiteOptions(backend, site_dir, layout, max_engines=options.max_engines, policy=options.policy)) as site:
+    with Site(SiteOptions(backend, site_dir, layout, max_engines=options.max_engines, router={"policy": options.policy})) as site:
         model.wait(screen)
         job = site.submit_training(_write_run(options, site, model.path))
         others = _others(options, layout.nodes[1:], layout.gpus)

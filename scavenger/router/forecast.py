@@ -120,6 +120,8 @@ class Forecast:
                 (self.wake if fact.awake else self.sleep).observe(fact.seconds)
             case StepSubmitted():
                 self._submitted_at, self._evaluating = now, fact.purpose != "train"
+                if fact.cap and not self._evaluating:
+                    self.capped(fact.cap)
             case StepFinished():
                 self._step_finished(fact)
                 self._tell_lives(now)

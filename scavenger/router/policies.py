@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from scavenger.errors import ConfigError
 from scavenger.router.policy import NewPolicy, Standard
-from scavenger.router.predictive import Predictive
+from scavenger.router.predictive import Predictive, Settings
 
-NAMES: dict[str, NewPolicy] = {"predictive": Predictive, "standard": lambda _run: Standard()}
+NAMES = ("predictive", "standard")
 
 
-def named(name: str) -> NewPolicy:
+def named(name: str, harvested_gpu_price: float = 1.0) -> NewPolicy:
     """What makes the policy of a run. Raises `ConfigError` for a name that no policy has."""
-    try:
-        return NAMES[name]
-    except KeyError:
-        raise ConfigError(f"there is no policy {name!r}", f"set router.policy to one of: {', '.join(sorted(NAMES))}") from None
+    if name == "predictive":
+        return lambda run: Predictive(run, Settings(price=harvested_gpu_price))
+    if name == "standard":
+        return lambda _run: Standard()
+    raise ConfigError(f"there is no policy {name!r}", f"set router.policy to one of: {', '.join(NAMES)}")

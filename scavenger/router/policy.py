@@ -240,10 +240,13 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class StepSubmitted:
+    """A step's groups were asked for. `cap`: the most tokens that an answer may have; 0: not known."""
+
     step: int
     purpose: str
     samples: int
     groups: int
+    cap: int = 0
 
 
 @dataclass(frozen=True, slots=True)

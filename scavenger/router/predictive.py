@@ -61,7 +61,7 @@ class Settings:
     """Which controllers act, and their free parameters. `every_s`: between rebalancings.
 
     `plateau`: the share of an engine's best throughput up to which it is filled. `margin`: `offload.Price.margin`. `least_saving`: what
-    an engine must shorten a step by, at least.
+    an engine must shorten a step by, at least. `price`: of a harvested GPU-second, in the run's own (`autoscale.worth`).
     """
 
     window: bool = True
@@ -74,6 +74,7 @@ class Settings:
     plateau: float = 0.97
     margin: float = 0.1
     least_saving: float = 0.003
+    price: float = 1.0
     rules: autoscale.Rules = field(default_factory=autoscale.Rules)
 
 
@@ -100,7 +101,7 @@ class Predictive:
         self._serving = 0
         self._trained = 0.0
         self._trained_at: float | None = None
-        self._fleet = FleetSizer(self.settings.least_saving, self.settings.rules)
+        self._fleet = FleetSizer(self.settings.least_saving, self.settings.rules, self.settings.price)
         self._asked: tuple[int, str] | None = None
         self._retired: set[int] = set()
         self._left: dict[int, frozenset[int]] = {}  # sample -> engines that it was taken from in this step

@@ -274,7 +274,8 @@ def _submit(core: Core, run: Run, body: SubmitGroups) -> ReplyBody:
     groups = [_group_for(core, run, body, spec) for spec in body.groups]
     run.step_samples = sum(len(g.samples) for g in run.by_key.values() if (g.purpose, g.step) == (body.purpose, body.step))
     run.newest, run.submitted_at, run.fresh = (body.purpose, body.step), core.now, True
-    run.policy.observe(StepSubmitted(body.step, body.purpose, run.step_samples, len(groups)), core.now)
+    cap = max((spec.sampling.max_tokens for spec in body.groups), default=0)
+    run.policy.observe(StepSubmitted(body.step, body.purpose, run.step_samples, len(groups), cap), core.now)
     for group in groups:
         sm.deliver_if_done(core, group)
     return Accepted(tuple(g.id for g in groups))
