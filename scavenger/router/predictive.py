@@ -123,7 +123,7 @@ class Predictive:
                 self._new_step |= self._unfinished == 0  # the window ends at once
             case WindowMoved():
                 self._changed = True
-                self._trained_at = None if fact.awake else now + self.forecast.sleep.value
+                self._trained_at = None if fact.awake else now + self.forecast.sleep_s
             case TrainedGroups() if fact.step == self._step:
                 self._trained = float(fact.tokens)
                 self._trained_at = now if self._trained_at is not None else None

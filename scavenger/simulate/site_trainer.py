@@ -74,6 +74,7 @@ class _Under:
     done: list[GroupDone] = field(default_factory=list)
     seconds: _Seconds = field(default_factory=_Seconds)
     window_end: float = -1.0
+    toggles: dict[str, float] = field(default_factory=dict)  # what each way of the toggle took, as metrics
 
 
 class SimTrainer:
@@ -232,6 +233,7 @@ class SimTrainer:
                     self._sleep(under)
                 case phases.WakeReserved():
                     self._set_reserved(True)
+                    under.toggles["seconds_to_generating"] = self.wake_s
                     under.seconds.toggle += self.wake_s
                     under.seconds.seed -= self.wake_s
                 case phases.TrainReady():
@@ -255,6 +257,7 @@ class SimTrainer:
             under.window_end = self._sim.now
         self._set_reserved(False)
         seconds = cost.to_training_s(self._scenario.trainer, self._scenario.offload)
+        under.toggles["seconds_to_training"] = seconds
         under.seconds.toggle += seconds
         self._compute(seconds, self._act)
 
@@ -294,7 +297,7 @@ class SimTrainer:
             "seconds_update": seconds.update,
             "seconds_publish": seconds.publish,
             "tokens": float(tokens),
-        }
+        } | under.toggles
         self._call(CommitStep(under.step, self._version - 1, "train", outcomes, metrics))
         self._under = None
         self._finished(
