@@ -80,8 +80,11 @@ def _steps(connection: sa.Connection, which: Mapping[str, Any]) -> tuple[Step, .
 
 
 def _lives(connection: sa.Connection, which: Mapping[str, Any]) -> tuple[Life, ...]:
+    workers = list(_ask(connection, "recorded_workers", **which))
+    # An engine may be older than the steps: what it loaded first is no load of theirs.
+    since = min((row["joined_at"] for row in workers), default=0.0)
     loads: dict[int, list[Load]] = defaultdict(list)
-    for row in _ask(connection, "recorded_loads", **which):
+    for row in _ask(connection, "recorded_loads", run_id=which["run_id"], since=since):
         detail = json.loads(row["detail"])
         worker_id, version = int(row["subject"].removeprefix("worker ")), int(row["reason"].removeprefix("version "))
         loads[worker_id].append(Load(row["at"], version, float(detail.get("pull_s", 0.0)), float(detail.get("load_s", 0.0))))
@@ -91,7 +94,7 @@ def _lives(connection: sa.Connection, which: Mapping[str, Any]) -> tuple[Life, .
             row["left_at"] is not None and (bool(row["notice"]) if row["hold_reason"] is None else row["hold_reason"] in TAKEN),
             bool(row["notice"]), row["reason"] or "", tuple(loads[row["worker_id"]]),
         )
-        for row in _ask(connection, "recorded_workers", **which)
+        for row in workers
     )  # fmt: skip
 
 

@@ -133,7 +133,7 @@ class Forecast:
 
     @property
     def sleep_s(self) -> float:
-        """From the window's end until the trainer computes: engines give their memory back while it gets its state, the later one counts."""
+        """From the window's end until the trainer computes: engines give memory back while it takes its state, and the later one counts."""
         return max(self.sleep.value, self.to_training.value)
 
     @property
