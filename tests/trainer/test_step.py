@@ -147,6 +147,17 @@ def test_arrival_order_and_fleet_change_neither_losses_nor_weights(model_folder:
         assert comparable(other) == comparable(first)
 
 
+def test_the_daemon_is_told_how_far_the_step_is_trained_filtered_groups_included(model_folder: Path, mesh: DeviceMesh) -> None:
+    run = RecordedRun(random.Random(0))
+    result, _ = play(make_config(model_folder), mesh, run)
+    groups, tokens = [at[1] for at in run.progress], [at[2] for at in run.progress]
+    assert {at[0] for at in run.progress} == {1}
+    assert groups == sorted(groups)
+    assert tokens == sorted(tokens)
+    assert groups[-1] == 6
+    assert tokens[-1] > result.metrics["tokens"], "prompts count"
+
+
 def test_reserved_engines_finish_the_step_when_the_harvested_die_after_the_window(model_folder: Path, mesh: DeviceMesh) -> None:
     """I11, with the gradients of groups trained before the wake kept."""
     calm, calm_root = play(make_config(model_folder), mesh, RecordedRun(random.Random(3)))
