@@ -130,6 +130,6 @@ def test_the_daemon_predicts_unless_it_is_told_otherwise(tmp_path: Path) -> None
     path.write_text('[daemon]\nstate_dir = "state"\n')
     assert read_daemon(path).router.policy == "predictive"
     path.write_text('[daemon]\nstate_dir = "state"\n[router]\npolicy = "clever"\n')
-    with pytest.raises(ConfigError, match="router.policy = 'clever'.*'predictive' or 'standard'") as refused:
+    with pytest.raises(ConfigError, match=r"router.policy = 'clever'.*'predictive' or 'standard'") as refused:
         read_daemon(path)
     assert "docs/config.md" in refused.value.remedy

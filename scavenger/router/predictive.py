@@ -23,7 +23,7 @@ from scavenger.router import window as windows
 from scavenger.router.forecast import Forecast
 from scavenger.router.forecast_lengths import Belief
 from scavenger.router.forecast_speed import Curve
-from scavenger.router.forecast_step import NEVER, StepModel
+from scavenger.router.forecast_step import StepModel
 from scavenger.router.policy import (
     Fact,
     Move,
@@ -44,8 +44,8 @@ from scavenger.router.policy import (
 from scavenger.router.predictive_fleet import FleetSizer
 from scavenger.router.predictive_view import Picture
 
-#: Nothing is solved again sooner than this, whatever happened (but a new step).
-PAUSE_S = 3.0
+#: Nothing is solved again sooner than this, whatever happened (but a new step); nor than this share of a step, where that is less.
+PAUSE_S, PAUSE_SHARE = 3.0, 1 / 40
 #: A window that ends this soon ends now: asking again would take as long.
 SOON_S = 1.0
 #: Ask again after this share of the time to the window's end, but within these.
@@ -110,6 +110,11 @@ class Predictive:
     def every_s(self) -> float:
         return self.settings.every_s if self.settings.rebalance or self.settings.tails else math.inf
 
+    def _within(self, seconds: float) -> float:
+        """A pause that suits steps of minutes, shortened for a run whose steps take seconds."""
+        last = self.forecast.last
+        return seconds if last is None else min(seconds, seconds / PAUSE_S * PAUSE_SHARE * last.seconds)
+
     # ---------------------------------------------------------------- facts
 
     def observe(self, fact: Fact, now: float) -> None:
@@ -171,8 +176,9 @@ class Predictive:
         if known is not None and not self._new_step:
             if now < known.again_at and not self._changed:
                 return known
-            if now < self._solved_at + PAUSE_S:
-                return replace(known, again_at=self._solved_at + PAUSE_S)
+            pause_s = self._within(PAUSE_S)
+            if now < self._solved_at + pause_s:
+                return replace(known, again_at=self._solved_at + pause_s)
         self._decision = self._decide(view, now)
         self._solved_at, self._new_step, self._changed = now, False, False
         return self._decision
@@ -189,12 +195,13 @@ class Predictive:
         plan = self._plan = windows.solve(picture.situation(self._trained))
         awake = picture.step.reserved_awake
         why = f"step {step.step}: {plan.reason}"
-        if awake and plan.awake and plan.close_after_s <= SOON_S:
+        soon_s = self._within(SOON_S)
+        if awake and plan.awake and plan.close_after_s <= soon_s:
             return WindowDecision(True, why, now + AGAIN_MAX_S)
-        left = plan.close_after_s if plan.awake and plan.close_after_s < NEVER else AGAIN_MAX_S
-        again = min(AGAIN_MAX_S, max(AGAIN_MIN_S, AGAIN_SHARE * left))
+        left = min(plan.until_s if plan.awake else plan.step_s, AGAIN_MAX_S / AGAIN_SHARE)
+        again = min(AGAIN_MAX_S, max(self._within(AGAIN_MIN_S), AGAIN_SHARE * left))
         if plan.awake and plan.close_after_s < again:
-            again = max(SOON_S, plan.close_after_s)
+            again = max(soon_s, plan.close_after_s)
         return WindowDecision(not plan.awake, why, now + again)
 
     # ---------------------------------------------------------------- placement
@@ -293,7 +300,7 @@ class Predictive:
     # ---------------------------------------------------------------- moves
 
     def rebalance(self, view: RunView, now: float) -> Sequence[Move]:
-        if not (self.settings.rebalance or self.settings.tails) or now < self._rebalanced_at + PAUSE_S:
+        if not (self.settings.rebalance or self.settings.tails) or now < self._rebalanced_at + self._within(PAUSE_S):
             return ()
         serving = len(view.slots())
         if now < self._rebalanced_at + self.settings.every_s and not self._shifted and serving == self._serving:
