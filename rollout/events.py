@@ -137,6 +137,14 @@ class Loaded(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Built(Event):
+    """The engine is there, without weights; what it says of itself (`EngineInfo`)."""
+
+    cache_tokens: int
+    best_batch: int
+
+
+@dataclass(frozen=True, slots=True)
 class LoadFailed(Event):
     version: int
     reason: str
@@ -145,6 +153,13 @@ class LoadFailed(Event):
 @dataclass(frozen=True, slots=True)
 class Slept(Event):
     """The engine gave its memory back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Woken(Event):
+    """The engine has its memory and its weights again, after so many seconds."""
+
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +218,7 @@ class SleepEngine(Action):
 
 @dataclass(frozen=True, slots=True)
 class WakeEngine(Action):
-    pass
+    """Answer Woken."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from rollout.events import (
     Action,
     AddRefused,
     Build,
+    Built,
     Connect,
     Connected,
     EngineDied,
@@ -45,6 +46,7 @@ from rollout.events import (
     Terminate,
     Tick,
     Unreachable,
+    Woken,
 )
 from rollout.work import Work
 from scavenger import wire
@@ -149,6 +151,8 @@ class Session:
             leaving=self._leaving is not None,
             loaded_root=self.work.loaded_root,
             ledger=self.work.ledger,
+            cache_tokens=self.work.cache_tokens,
+            best_batch=self.work.best_batch,
         )
         return [Send(hello)]
 
@@ -277,6 +281,8 @@ _ON_EVENT: dict[type[Event], _Handler] = {
     EngineDied: lambda s, e, now: s._leave(Leave(EXIT_ENGINE_FAILED, e.reason), s._limits.drain_s, now),
     Loaded: lambda s, e, now: s.work.loaded(e, now),
     LoadFailed: lambda s, e, now: s.work.load_failed(e, now),
+    Built: lambda s, e, now: s.work.built(e, now),
+    Woken: lambda s, e, now: s.work.woken(e, now),
     Slept: lambda s, e, now: s.work.fell_asleep(e, now),
     Terminate: lambda s, e, now: s._leave(Leave(EXIT_PREEMPTED, e.reason), s._limits.notice_s, now),
     Tick: lambda _s, _e, _now: [],

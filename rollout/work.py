@@ -9,7 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rollout.events import Abort, Action, Add, AddRefused, Generated, Load, Loaded, LoadFailed, Note, Send, SleepEngine, Slept, WakeEngine
+from rollout.events import (
+    Abort,
+    Action,
+    Add,
+    AddRefused,
+    Built,
+    Generated,
+    Load,
+    Loaded,
+    LoadFailed,
+    Note,
+    Send,
+    SleepEngine,
+    Slept,
+    WakeEngine,
+    Woken,
+)
 from rollout.leases import HeldLease, LeaseTable
 from scavenger import wire
 
@@ -33,6 +49,8 @@ class Work:
         self._acked_at = now
         self._rate_tokens = 0
         self._rate_since = now
+        self.cache_tokens = self.best_batch = 0  # as the engine says, once it is built
+        self._wake_s = 0.0
         self._heard = 0  # number of the last heartbeat ack of this conversation
 
     # ------------------------------------------------------------ the conversation
@@ -75,7 +93,7 @@ class Work:
         if self.leases.unsettled() and now - self._acked_at >= unacked_s:
             # The daemon answers and yet acks nothing: a message was lost. Sending again is a no-op if it was not.
             self._rewind(now)
-        return [*self.flush(), Send(wire.Heartbeat(self.held(), progress, self.loaded_version, rate, self._heard))]
+        return [*self.flush(), Send(wire.Heartbeat(self.held(), progress, self.loaded_version, rate, self._heard, self._wake_s))]
 
     def beat_acked(self, message: wire.HeartbeatAck, _now: float) -> list[Action]:
         self._heard = message.number
@@ -217,7 +235,7 @@ class Work:
         if self.closed or (self._wanted is not None and self._wanted.version == message.version):
             return []
         if message.version == self.loaded_version:
-            return self._send(wire.WeightsLoaded(message.version, self.loaded_root))
+            return self._send(self._loaded_message(message.version, 0.0, 0.0))
         # Its tokens end here: a sample never mixes versions. What is finished stays until it is durable.
         actions = [*self.flush(), *self._forget([held for held in self.leases.all() if held.finish is None])]
         self._wanted, self._waiting, self.loaded_version = message, [], -1
@@ -228,8 +246,19 @@ class Work:
             return [Note("superseded", f"version {event.version} was loaded after a newer one was wanted")]
         self.loaded_version, self.loaded_root, self._wanted = event.version, event.root, None
         waiting, self._waiting = self._waiting, []
-        actions = self._send(wire.WeightsLoaded(event.version, event.root, event.pull_s, event.load_s))
+        actions = self._send(self._loaded_message(event.version, event.pull_s, event.load_s))
         return actions + [a for lease in waiting for a in self._assigned(lease, now)]
+
+    def _loaded_message(self, version: int, pull_s: float, load_s: float) -> wire.WeightsLoaded:
+        return wire.WeightsLoaded(version, self.loaded_root, pull_s, load_s, self.cache_tokens, self.best_batch)
+
+    def built(self, event: Built, _now: float) -> list[Action]:
+        self.cache_tokens, self.best_batch = event.cache_tokens, event.best_batch
+        return []
+
+    def woken(self, event: Woken, _now: float) -> list[Action]:
+        self._wake_s = event.seconds
+        return []
 
     def load_failed(self, event: LoadFailed, _now: float) -> list[Action]:
         if self._wanted is None or event.version != self._wanted.version:

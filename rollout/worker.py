@@ -26,6 +26,7 @@ from rollout.events import (
     Add,
     AddRefused,
     Build,
+    Built,
     Connect,
     EngineDied,
     Event,
@@ -44,6 +45,7 @@ from rollout.events import (
     Tick,
     Unreachable,
     WakeEngine,
+    Woken,
 )
 from rollout.link import Link
 from rollout.session import Session
@@ -189,7 +191,9 @@ class Worker:
                 await self._engine.sleep()
                 self._inbox.put_nowait(Slept())
             elif isinstance(command, WakeEngine):
+                began = self._clock()
                 await self._engine.wake()
+                self._inbox.put_nowait(Woken(self._clock() - began))
 
     async def _build(self, spec: wire.EngineSpec) -> None:
         began = self._clock()
@@ -200,6 +204,7 @@ class Worker:
         imported = self._clock()
         self._engine = await build(spec)
         info = self._engine.info()
+        self._inbox.put_nowait(Built(info.cache_tokens, info.best_batch))
         _log.info(
             "engine.built",
             name=info.name,

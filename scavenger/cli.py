@@ -54,6 +54,7 @@ def demo(
     seed: Annotated[int, typer.Option(min=0)] = 0,
     compare: Annotated[bool, typer.Option("--compare", help="a short run twice, undisturbed and preempted: rewards step by step")] = False,
     preempt_every_s: Annotated[float | None, typer.Option(min=0, help="mean seconds between other users' jobs; 0 = none")] = None,
+    policy: Annotated[str, typer.Option(help="router.policy: predictive or standard")] = "predictive",
 ) -> None:
     """Run everything on this machine: a private Slurm, preempted engines, a training job that learns."""
     import dataclasses
@@ -64,7 +65,10 @@ def demo(
     options = session.DemoOptions(out)
     chosen = dataclasses.replace(options.settings, seed=seed, steps=steps or options.settings.steps)
     every = options.preempt_every_s if preempt_every_s is None else preempt_every_s
-    options = dataclasses.replace(options, backend=_one_of(backend, ("auto", "slurm", "local")), settings=chosen, preempt_every_s=every)
+    options = dataclasses.replace(
+        options, backend=_one_of(backend, ("auto", "slurm", "local")), policy=_one_of(policy, ("predictive", "standard")),
+        settings=chosen, preempt_every_s=every,
+    )  # fmt: skip
     for number in (signal.SIGINT, signal.SIGTERM):  # a batch system's SIGTERM is a Ctrl-C, also where SIGINT was inherited as ignored
         signal.signal(number, signal.default_int_handler)
     try:

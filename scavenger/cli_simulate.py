@@ -17,6 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from scavenger.cli_options import DEFAULT_CONFIG, ConfigOption
 from scavenger.cli_play import run_command
+from scavenger.cli_replay import replay_command
 from scavenger.errors import ConfigError
 from scavenger.simulate.sacct import COMMAND, NODES_COMMAND
 
@@ -68,6 +69,7 @@ class PlainHelp(TyperCommand):
 app = typer.Typer(cls=SiteByDefault, rich_markup_mode=None, help="What idle GPUs would give: from accounting, live, or a trace.")
 
 app.command(RUN_COMMAND, no_args_is_help=True)(run_command)
+app.command("replay", no_args_is_help=True)(replay_command)
 
 Model = Annotated[str, typer.Option("--model", help="the model that engines would serve: Qwen3-8B, Qwen3-14B or Qwen3-32B")]
 Gpu = Annotated[str, typer.Option("--gpu", help="the GPU: H100, H200 or A100")]

@@ -192,6 +192,7 @@ class Run:
         self._known: dict[int, tuple[str, int]] = {}  # group id -> (purpose, step), of groups received and not committed
         self._submitted: dict[int, tuple[str, int]] = {}  # the same of groups that were promised and have not arrived
         self._reserved: wire.SetReserved | None = None
+        self._trained: wire.Trained | None = None
         self._published: dict[int, wire.PublishVersion] = {}
         self._pinged_at = self._complete_since = 0.0
         self._closing = False
@@ -246,6 +247,10 @@ class Run:
         """Wake the run's reserved workers, or have them flush, sleep, and give their samples to others."""
         self._reserved = wire.SetReserved(awake)  # a restarted daemon is told again
         self.call(self._reserved)
+
+    def trained(self, step: int, groups: int, tokens: int, seconds: float) -> None:
+        """Whole groups of the step that are trained so far, their tokens and what they took: told with the next ping."""
+        self._trained = wire.Trained(step, groups, tokens, seconds)
 
     def commit(
         self, step: int, version: int, outcomes: Sequence[wire.SampleOutcome], metrics: dict[str, float], purpose: str = "train"
@@ -341,7 +346,7 @@ class Run:
             self._complete_since = now
         if now - self._complete_since > MISSING_S:
             self._recover(now + self._client.give_up_s)
-        self.call(wire.Ping())
+        self.call(wire.Ping(trained=self._trained))
 
     def _recover(self, give_up: float) -> None:
         """Reconnect, attach as this attempt, announce the weights again. Tries until `give_up` (monotonic seconds).

@@ -87,6 +87,13 @@ class HarvestSection(Section):
     python: str = ""  # interpreter of the engines; empty = the daemon's
 
 
+class RouterSection(Section):
+    """What decides which engine generates which sample, when reserved engines sleep, and how many engines are asked for."""
+
+    policy: Literal["predictive", "standard"] = "predictive"
+    harvested_gpu_price: Annotated[float, Field(ge=0)] = 1.0  # of a GPU-second, in GPU-seconds of the run's own; 0 = idle GPUs cost nothing
+
+
 class LedgerSection(Section):
     """What becomes of the tokens of samples that no resume from a kept checkpoint can want again."""
 
@@ -96,6 +103,7 @@ class LedgerSection(Section):
 
 class DaemonConfig(Section):
     daemon: DaemonSection
+    router: RouterSection = RouterSection()
     ledger: LedgerSection = LedgerSection()
     cluster: ClusterSection = ClusterSection()
     harvest: HarvestSection = HarvestSection()

@@ -27,13 +27,14 @@ from scavenger.config import DaemonConfig
 from scavenger.enrolment import Enrolment
 from scavenger.errors import AuthError, Fenced, LedgerError, ScavengerError
 from scavenger.harvest.driver import Harvester
-from scavenger.ledger import reader, retention, store, transaction
+from scavenger.ledger import experience, reader, retention, store, transaction
 from scavenger.ledger.faults import REMEDIES, explain
 from scavenger.ledger.keeper import Keeper
 from scavenger.ledger.records import Event, GroupState, Heartbeat
 from scavenger.ledger.transaction import Announced, Generation
 from scavenger.ledger.writer import Writer, WriterState
 from scavenger.observe import status
+from scavenger.router import policies, recall
 from scavenger.router.machine import Router
 from scavenger.router.payloads import Payload, PayloadStore
 from scavenger.router.server import KeyRing, Server
@@ -93,7 +94,8 @@ class Daemon:
         writer = self._take_ledger(loop)
         generation, self._engine = writer.granted, writer.engine
         payloads = PayloadStore(self.config.daemon.payload_memory_mb * 2**20)
-        router = Router(limits_of(self.config), generation, payloads, generation.timeline, generation.restored)
+        decides = policies.named(self.config.router.policy, self.config.router.harvested_gpu_price)
+        router = Router(limits_of(self.config), generation, payloads, generation.timeline, generation.restored, decides)
         self.server = server = Server(router, writer, self.keyring, pair, self.clock, self._history, payloads, self._payloads)
         look = functools.partial(self._status, server, writer, payloads, self.clock())
         try:
@@ -107,6 +109,7 @@ class Daemon:
                 harvester.restore(snapshot.jobs)
             port = server.bind(self.config.daemon.listen, self.config.daemon.port)
             server.perform(router.restore(snapshot, self.clock()))
+            self._recall(router, writer)
             interpreter.tune()
             self._tell_history(server, generation)
             await self._announce(server, pair.public, port, generation)
@@ -279,6 +282,15 @@ class Daemon:
 
     async def _payloads(self, sample_ids: Sequence[int]) -> dict[int, Payload]:
         return await asyncio.to_thread(reader.read_payloads, self._engine, sample_ids)
+
+    def _recall(self, router: Router, writer: Writer) -> None:
+        """What the runs' policies had learned lies in the ledger: a restart forgets none of it but toggles."""
+        if self.config.router.policy == "standard":
+            return
+        for run in router.core.runs.values():
+            if not run.ended:
+                past = experience.read(writer.engine, run.name, max(0, run.last_step - recall.STEPS), recall.CHUNKS)
+                log.info("recalled", run=run.name, steps=len(past.steps), facts=recall.teach(run.policy, past))
 
     def _tell_history(self, server: Server, generation: Generation) -> None:
         """That the ledger is an older one is no secret: it is logged, and its own events say it."""

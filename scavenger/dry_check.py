@@ -44,6 +44,11 @@ def explain(config: DaemonConfig, user: str, host: str) -> list[str]:
         f"ledger    {store.parse(config.ledger_url).render_as_string()}; {kept}",
         f"address   listens on {d.listen}, port {d.port or 'given by the system'}; engines and trainers connect to {reached}",
     ]
+    decides = {
+        "predictive": "predicts the step's end from what it has seen, and places, moves, sizes and closes the window by that",
+        "standard": "fills engines evenly, moves nothing, and leaves the window to reserved.window",
+    }[config.router.policy]
+    said.append(f"policy    {config.router.policy}: {decides}")
     if not h.enabled:
         return [*said, "harvest   disabled: no jobs are submitted"]
     asks = [f"{h.cpus_per_engine} CPUs", f"{h.memory_mb_per_engine} MiB" if h.memory_mb_per_engine else "Slurm's default memory"]

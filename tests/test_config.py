@@ -124,3 +124,13 @@ def test_the_opt_in_to_truncated_sampling_is_enough(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_text(RUN + "top_p = 0.9\nallow_truncated = true\n")
     assert read_run(path).sampling.top_p == 0.9
+
+
+def test_the_daemon_predicts_unless_it_is_told_otherwise(tmp_path: Path) -> None:
+    path = tmp_path / "scavenger.toml"
+    path.write_text('[daemon]\nstate_dir = "state"\n')
+    assert read_daemon(path).router.policy == "predictive"
+    path.write_text('[daemon]\nstate_dir = "state"\n[router]\npolicy = "clever"\n')
+    with pytest.raises(ConfigError, match=r"router.policy = 'clever'.*'predictive' or 'standard'") as refused:
+        read_daemon(path)
+    assert "docs/config.md" in refused.value.remedy

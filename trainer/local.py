@@ -136,6 +136,9 @@ class LocalRun:
     def set_reserved(self, awake: bool) -> None:
         """The engine shares this process, and never runs while something else does."""
 
+    def trained(self, step: int, groups: int, tokens: int, seconds: float) -> None:
+        """Nobody plans by it here."""
+
     def commit(
         self, step: int, version: int, outcomes: Sequence[wire.SampleOutcome], metrics: dict[str, float], purpose: str = "train"
     ) -> None:

@@ -43,6 +43,7 @@ class Run(Protocol):
     def submit(self, step: int, version: int, groups: Sequence[wire.GroupSpec], purpose: str = "train") -> tuple[int, ...]: ...
     def poll(self, timeout_s: float) -> list[wire.GroupDone]: ...
     def set_reserved(self, awake: bool) -> None: ...
+    def trained(self, step: int, groups: int, tokens: int, seconds: float) -> None: ...
     def commit(
         self, step: int, version: int, outcomes: Sequence[wire.SampleOutcome], metrics: dict[str, float], purpose: str = "train"
     ) -> None: ...
@@ -77,6 +78,7 @@ class _Work:
     mini_batch: dict[int, int]
     submitted: frozenset[int]
     scored: dict[int, ScoredGroup] = field(default_factory=dict)
+    tokens: dict[int, int] = field(default_factory=dict)  # of each group that came, prompts included
     ready: list[ScoredGroup] = field(default_factory=list)
     stash: dict[int, list[list[Row]]] = field(default_factory=dict)
     stats: dict[int, RowStats] = field(default_factory=dict)
@@ -178,6 +180,7 @@ class Stepper:
                 raise WireError(f"group {group.group_id} of step {group.step} came while step {work.step} was under way")
             scored = self._scoring.score(group)
             work.scored[group.group_id] = scored
+            work.tokens[group.group_id] = sum(len(group.prompt) + len(sample.tokens) for sample in group.samples) // 4
             work.moves += sum(sample.moves for sample in group.samples)
             if scored.rows:
                 work.ready.append(scored)
@@ -208,6 +211,9 @@ class Stepper:
         if later:
             self._stash(work, later)
         work.seconds.train += time.monotonic() - started
+        waiting = {group.group_id for group in work.ready}
+        past = [tokens for group, tokens in work.tokens.items() if group not in waiting]  # trained, or nothing to train in them
+        self._run.trained(work.step, len(past), sum(past), work.seconds.train)
         return len(taken)
 
     def _stash(self, work: _Work, groups: Sequence[ScoredGroup]) -> None:

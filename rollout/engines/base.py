@@ -15,13 +15,19 @@ from scavenger.wire import SampleKey, Sampling
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What the worker tells the daemon in its hello. Lengths in tokens."""
+    """What the worker tells the daemon. Lengths in tokens.
+
+    `cache_tokens`: of all requests together that the KV cache holds; `best_batch`: requests beyond which it was measured to make no more
+    tokens a second. 0 = not known.
+    """
 
     name: str
     max_batch: int
     context_length: int
     vocab_size: int
     gpus: int = 1
+    cache_tokens: int = 0
+    best_batch: int = 0
 
 
 @dataclass(frozen=True, slots=True)

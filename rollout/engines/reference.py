@@ -71,7 +71,9 @@ class ReferenceEngine:
         self._asleep = False
 
     def info(self) -> EngineInfo:
-        return EngineInfo(NAME, self._spec.max_batch, self._spec.context_length, self._decoder.vocab_size)
+        spec = self._spec
+        cache = spec.max_batch * spec.context_length  # a slot for each
+        return EngineInfo(NAME, spec.max_batch, spec.context_length, self._decoder.vocab_size, cache_tokens=cache)
 
     async def load(self, version: int, tensors: Iterable[TensorView]) -> None:
         self._forget_all()

@@ -46,6 +46,7 @@ class DemoOptions:
     hold_s: float = 4.0
     max_engines: int = 3
     time_limit_s: float = 420.0
+    policy: str = "predictive"
     settings: settings.DemoSettings = field(default_factory=settings.DemoSettings)
 
 
@@ -86,7 +87,7 @@ def play(options: DemoOptions, backend: str, site_dir: Path, model: Model, scree
     """One run on a site of its own, from boot to the end of the training job; returns what the ledger says of it."""
     layout = demo_layout(grace_s=options.grace_s)
     screen.show(None, "booting the cluster, warming up the model")
-    with Site(SiteOptions(backend, site_dir, layout, max_engines=options.max_engines)) as site:
+    with Site(SiteOptions(backend, site_dir, layout, max_engines=options.max_engines, router={"policy": options.policy})) as site:
         model.wait(screen)
         job = site.submit_training(_write_run(options, site, model.path))
         others = _others(options, layout.nodes[1:], layout.gpus)

@@ -34,7 +34,7 @@ OWNER = "owner"
 
 @dataclass(frozen=True)
 class SiteOptions:
-    """What differs between the demo and the tests. `harvest` and `daemon` override keys of `scavenger.toml`."""
+    """What differs between the demo and the tests. `daemon`, `router`, `harvest` and `cluster` override keys of `scavenger.toml`."""
 
     backend: str  # "slurm" | "local"
     dir: Path
@@ -45,6 +45,7 @@ class SiteOptions:
     harvest: Mapping[str, Any] = field(default_factory=dict)
     cluster: Mapping[str, Any] = field(default_factory=dict)
     ledger: str = ""  # SQLAlchemy URL; empty = SQLite in the state directory
+    router: Mapping[str, Any] = field(default_factory=dict)
 
 
 def daemon_document(options: SiteOptions, state_dir: Path, local_dir: Path | None) -> dict[str, dict[str, Any]]:
@@ -54,9 +55,12 @@ def daemon_document(options: SiteOptions, state_dir: Path, local_dir: Path | Non
     }  # fmt: skip
     if local_dir is not None:
         cluster["local_dir"] = str(local_dir)
+    # These GPUs are taken back every few seconds: with a price, no engine would earn its start, and none would be asked for.
+    router = {"policy": "predictive", "harvested_gpu_price": 0.0}
     harvest = {"partition": "scavenge", "max_engines": options.max_engines, "max_pending": 2, "time_limit_s": 1800.0}
     return {
         "daemon": {"state_dir": str(state_dir), **({"ledger": options.ledger} if options.ledger else {}), **options.daemon},
+        "router": {**router, **options.router},
         "cluster": {**cluster, **options.cluster},
         "harvest": {**harvest, **options.harvest},
     }

@@ -90,27 +90,39 @@ class Worth:
 MOST_WASTED = 0.5
 
 
-def worth(saving: float, run_gpus: float, gpus: int, cold_start_s: float, life: Curve, age_s: float = 0.0, hold_s: float = 0.0) -> Worth:
+def worth(
+    saving: float,
+    run_gpus: float,
+    gpus: int,
+    cold_start_s: float,
+    life: Curve,
+    age_s: float = 0.0,
+    hold_s: float = 0.0,
+    price: float = 1.0,
+) -> Worth:
     """One more engine of `gpus` GPUs that shortens a step by the share `saving`, for a run that occupies `run_gpus` GPUs.
 
     While it serves, it saves `saving * run_gpus` GPU-seconds a second; it serves for E[(life - cold start)+]; its start costs
     `gpus * E[min(life, cold start)]` GPU-seconds. `age_s`: for how long the GPU has been idle. `hold_s`: seconds of each life for which
-    it is held without work (between steps), counted with its cost.
+    it is held without work (between steps), counted with its cost. `price`: of a harvested GPU-second, in the run's own; 0: what is idle
+    costs nothing, and no start is wasted.
     """
     serves = life.expected_s(cold_start_s, age_s)
     starting = life.expected_s(0.0, age_s, horizon_s=cold_start_s)
     wasted = 1 - life.survives(cold_start_s, age_s)
-    saved, cost = saving * run_gpus * serves, gpus * (starting + hold_s)
+    saved, cost = saving * run_gpus * serves, price * gpus * (starting + hold_s)
     told = (
         f"saves {saving:.2%} of a step of {run_gpus:g} GPUs for {serves:.0f} s expected after a start of {cold_start_s:.0f} s "
         f"({wasted:.0%} are lost before): {saved:.0f} GPU-s against {cost:.0f}"
     )
-    if wasted > MOST_WASTED:
+    if wasted > MOST_WASTED and price > 0:
         return Worth(False, saved, cost, f"{told}; over {MOST_WASTED:.0%} would be wasted")
-    return Worth(saved > cost, saved, cost, told)
+    return Worth(saved > cost or (price == 0 and saving > 0), saved, cost, told)
 
 
-def break_even(run_gpus: float, gpus: int, cold_start_s: float, life: Curve) -> float:
+def break_even(run_gpus: float, gpus: int, cold_start_s: float, life: Curve, price: float = 1.0) -> float:
     """The saving at which `worth` turns: what an engine must at least shorten the step by; inf when none outlasts its start."""
+    if price == 0:
+        return 0.0
     serves = run_gpus * life.expected_s(cold_start_s)
-    return gpus * life.expected_s(0.0, horizon_s=cold_start_s) / serves if serves > 0 else math.inf
+    return price * gpus * life.expected_s(0.0, horizon_s=cold_start_s) / serves if serves > 0 else math.inf

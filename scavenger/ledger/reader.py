@@ -142,7 +142,7 @@ def final_step(config: str, checkpoints: Sequence[tuple[int, str]]) -> int:
 
 
 @contextmanager
-def _reading(engine: sa.Engine) -> Iterator[sa.Connection]:
+def reading(engine: sa.Engine) -> Iterator[sa.Connection]:
     """A short transaction in which all statements see one state of the ledger."""
     try:
         with engine.connect() as connection:
@@ -169,14 +169,14 @@ def _tuples(connection: sa.Connection, query: str, /, **parameters: Any) -> Iter
 
 def rows(engine: sa.Engine, sql: str, params: Mapping[str, Any] | None = None) -> Table:
     """Run one statement (`:name` marks a parameter) and fetch all of its answer. Raises `LedgerError`."""
-    with _reading(engine) as connection:
+    with reading(engine) as connection:
         result = connection.execute(sa.text(sql), dict(params or {}))
         return Table(tuple(result.keys()), tuple(tuple(row) for row in result))
 
 
 def read_snapshot(engine: sa.Engine) -> r.Snapshot:
     """Everything a restarted daemon needs, in one consistent view: lengths, no tokens. Raises `LedgerError`."""
-    with _reading(engine) as connection:
+    with reading(engine) as connection:
         runs = _runs(connection)
         groups: list[r.GroupState] = []
         for run in runs:
@@ -194,7 +194,7 @@ def read_snapshot(engine: sa.Engine) -> r.Snapshot:
 
 def replay_groups(engine: sa.Engine, run_id: int, after_step: int) -> tuple[r.GroupState, ...]:
     """A run's groups that are not final for a resume from the checkpoint of `after_step`, which may be older than those kept."""
-    with _reading(engine) as connection:
+    with reading(engine) as connection:
         return tuple(_groups(connection, run_id, after_step))
 
 
@@ -206,7 +206,7 @@ def read_payloads(engine: sa.Engine, sample_ids: Sequence[int]) -> dict[int, Pay
     query = sa.text(queries.load("payloads")).bindparams(sa.bindparam("sample_ids", expanding=True))
     lengths: dict[int, int] = {}
     pieces: dict[int, list[Piece]] = defaultdict(list)
-    with _reading(engine) as connection:
+    with reading(engine) as connection:
         for first in range(0, len(sample_ids), _MOST_NAMED):
             for sample_id, length, *piece in connection.execute(query, {"sample_ids": list(sample_ids[first : first + _MOST_NAMED])}):
                 lengths[sample_id] = length
@@ -217,14 +217,14 @@ def read_payloads(engine: sa.Engine, sample_ids: Sequence[int]) -> dict[int, Pay
 
 def run_by_name(engine: sa.Engine, name: str) -> RunRow | None:
     """The newest run of that name; None when there is none."""
-    with _reading(engine) as connection:
+    with reading(engine) as connection:
         return next((_struct(RunRow, row) for row in _ask(connection, "run_by_name", name=name)), None)
 
 
 def keys_in_force(engine: sa.Engine) -> dict[str, tuple[str, str]]:
     """Public key -> (role, name), as the events `key_added` and `key_revoked` tell."""
     found: dict[str, tuple[str, str]] = {}
-    with _reading(engine) as connection:
+    with reading(engine) as connection:
         for row in _ask(connection, "key_events"):
             if row["kind"] == "key_added":
                 detail = json.loads(row["detail"])
@@ -246,7 +246,7 @@ def samples_of_step(
     if found is None:
         raise LedgerError(f"the ledger has no run called {run!r}", "`scavenger ledger report runs` lists them")
     wanted = {"run_id": found.run_id, "step": step, "prompt_index": group, "purpose": purpose}
-    with _reading(engine) as connection:
+    with reading(engine) as connection:
         samples = list(_ask(connection, "step_samples", **wanted))
         payloads = _payloads(samples, _ask(connection, "step_chunks", **wanted))
         spans: dict[int, list[LeaseSpan]] = defaultdict(list)

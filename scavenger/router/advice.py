@@ -12,17 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import msgspec
-
-from scavenger.ledger import records as rec
 from scavenger.router import samples as sm
+from scavenger.router import telling
 from scavenger.router.policy import Move, Placement
 from scavenger.router.state import Core, Limits, Run, SampleStatus, Worker, Yielding
 from scavenger.router.views import YIELDS, LiveView
 from scavenger.wire import Held, Revoke, Yield
-
-#: Moves and placements of one answer whose reasons are written down one by one; of the others the number is.
-TOLD = 16
 
 
 def placements(core: Core, run: Run) -> list[Placement]:
@@ -60,9 +55,7 @@ def place_queued(core: Core, run: Run) -> None:
         batches.setdefault(answer.worker_id, []).append(answer)
     for worker_id, batch in batches.items():
         sm.lease(core, core.workers[worker_id], [(core.samples[p.sample_id], p.most_tokens or 0) for p in batch])
-    told = [answer for answer in answers if answer.reason]
-    for answer in told[:TOLD]:
-        _decided(core, "placement", "lease", f"sample {answer.sample_id}", answer.reason, worker=answer.worker_id)
+    telling.placed(core, run, answers)
 
 
 def rebalance(core: Core, run: Run, *, timed: bool) -> None:
@@ -72,15 +65,14 @@ def rebalance(core: Core, run: Run, *, timed: bool) -> None:
     run.rebalanced_at = core.now
     moves = run.policy.rebalance(LiveView(core, run), core.now)
     leaving: dict[int, list[Move]] = {}
-    for move in moves:
-        if _may_move(core, run, move):
-            leaving.setdefault(move.from_worker, []).append(move)
-        else:
-            core.count("advice_dropped")
+    able = [move for move in moves if _may_move(core, run, move)]
+    for move in able:
+        leaving.setdefault(move.from_worker, []).append(move)
+    if len(able) < len(moves):
+        core.count("advice_dropped", len(moves) - len(able))
     for worker_id, batch in leaving.items():
         _take(core, core.workers[worker_id], batch)
-    for move in moves[:TOLD]:
-        _decided(core, "rebalance", "move", f"sample {move.sample_id}", move.reason, source=move.from_worker, target=move.to_worker)
+    telling.moved(core, run, able)
 
 
 def _may_move(core: Core, run: Run, move: Move) -> bool:
@@ -148,16 +140,23 @@ def window(core: Core, run: Run, *, timed: bool) -> None:
     """Ask whether reserved engines go on generating. The answer travels in the next `Fleet`."""
     if run.ended or run.stopped or (timed and core.now < run.ask_window_at):
         return
-    answer = run.policy.window(LiveView(core, run), core.now)
+    view = LiveView(core, run)
+    answer = run.policy.window(view, core.now)
     run.ask_window_at = math.inf if answer is None else answer.again_at
     said = "" if answer is None else "close" if answer.close else "open"
     if said != run.window:
         run.window, run.window_reason = said, "" if answer is None else answer.reason
-        _decided(core, "window", said or "none", run.name, run.window_reason or "nobody decides", step=run.newest[1])
+        telling.window(core, run, view.step.finished >= view.step.samples)
 
 
 def engines_for(core: Core, run: Run, now: float, limits: Limits) -> tuple[int, str]:
     """How many harvested engines the run could use; 0 where it cannot use any, whatever its policy says."""
+    engines, reason = _wanted(core, run, now, limits)
+    telling.engines(core, run, engines, reason)
+    return engines, reason
+
+
+def _wanted(core: Core, run: Run, now: float, limits: Limits) -> tuple[int, str]:
     if run.ended or run.stopped:
         return 0, "the run is over"
     if not run.harvest:
@@ -171,7 +170,3 @@ def engines_for(core: Core, run: Run, now: float, limits: Limits) -> tuple[int, 
         return 0, f"its trainer was silent for {limits.trainer_silent_s:g} s"
     engines, reason = run.policy.engines(LiveView(core, run), now)
     return max(0, min(engines, run.max_engines)), reason
-
-
-def _decided(core: Core, policy: str, action: str, subject: str, reason: str, **inputs: int) -> None:
-    core.record(rec.Decision(policy, action, subject, reason, msgspec.json.encode(inputs).decode(), core.now))

@@ -19,6 +19,7 @@ from scavenger.router.policy import (
     SampleFinished,
     StepFinished,
     StepSubmitted,
+    Toggled,
     WorkerJoined,
     WorkerLost,
     WorkerReady,
@@ -68,7 +69,10 @@ def node_class(gpus: int) -> str:
 
 @dataclass(slots=True)
 class Forecast:
-    """Feed it every fact, in order. `lengths` is None until the cap is known (`capped`)."""
+    """Feed it every fact, in order. `lengths` is None until the cap is known (`capped`).
+
+    `sleep`, `wake`: what toggles cost engines; `to_training`, `to_generating`: what they cost the trainer, where it says so in its metrics.
+    """
 
     curves: Curves = field(default_factory=Curves)
     survival: Survival = field(default_factory=Survival)
@@ -76,8 +80,10 @@ class Forecast:
     loads: dict[str, Average] = field(default_factory=dict)
     finish: Average = field(default_factory=lambda: Average(PRIOR_FINISH_S))
     train: Ratio = field(default_factory=lambda: Ratio(0.0, 1000.0))
-    sleep_s: float = PRIOR_TOGGLE_S
-    wake_s: float = PRIOR_TOGGLE_S
+    sleep: Average = field(default_factory=lambda: Average(PRIOR_TOGGLE_S))
+    wake: Average = field(default_factory=lambda: Average(PRIOR_TOGGLE_S))
+    to_training: Average = field(default_factory=lambda: Average(0.0, 1e-6))
+    to_generating: Average = field(default_factory=lambda: Average(0.0, 1e-6))
     transfer_s: float = PRIOR_TRANSFER_S
     lengths: LengthForecast | None = None
     last: StepSeen | None = None
@@ -115,11 +121,24 @@ class Forecast:
                     self.engines[fact.worker_id] = Engine(fact.kind, fact.node, fact.gpus, now - fact.start_s)
             case WorkerLost():
                 self._worker_lost(fact, now)
+            case Toggled():
+                (self.wake if fact.awake else self.sleep).observe(fact.seconds)
             case StepSubmitted():
                 self._submitted_at, self._evaluating = now, fact.purpose != "train"
+                if fact.cap and not self._evaluating:
+                    self.capped(fact.cap)
             case StepFinished():
                 self._step_finished(fact)
                 self._tell_lives(now)
+
+    @property
+    def sleep_s(self) -> float:
+        """From the window's end until the trainer computes: engines give memory back while it takes its state, and the later one counts."""
+        return max(self.sleep.value, self.to_training.value)
+
+    @property
+    def wake_s(self) -> float:
+        return max(self.wake.value, self.to_generating.value)
 
     def load_s(self, kind: str) -> float:
         """From a step's submission until an engine of this kind has its weights."""
@@ -198,6 +217,10 @@ class Forecast:
             self.train.observe(tokens, metrics["seconds_train"])
         if "seconds_update" in metrics:
             self.finish.observe(metrics["seconds_update"] + metrics.get("seconds_publish", 0.0))
+        if "seconds_to_training" in metrics:
+            self.to_training.observe(metrics["seconds_to_training"])
+        if "seconds_to_generating" in metrics:
+            self.to_generating.observe(metrics["seconds_to_generating"])
         if seconds > 0:
             busy = metrics.get("seconds_train", 0.0) + metrics.get("seconds_update", 0.0)
             wait = min(1.0, max(0.0, 1 - busy / seconds))

@@ -57,7 +57,8 @@ class WorkerView(Seen, frozen=True):
     `leases` of at most `max_batch`. `tokens_per_s`: over its last heartbeats, all samples together; 0 = not measured. Times in Unix s;
     `idle_since` counts only while it has no lease. `warm`: it has had weights, so the next are soon there.
     `beat_at`: of its last heartbeat.
-    `yields`: it gives a lease back with all that it generated when asked.
+    `yields`: it gives a lease back with all that it generated when asked. As it said itself, 0 = it did not: `cache_tokens` of all its
+    samples together fit its KV cache; with more than `best_batch` samples it makes no more tokens a second.
     """
 
     id: int
@@ -74,6 +75,8 @@ class WorkerView(Seen, frozen=True):
     warm: bool = True
     beat_at: float = 0.0
     yields: bool = True
+    cache_tokens: int = 0
+    best_batch: int = 0
 
 
 class StepView(Seen, frozen=True):
@@ -249,10 +252,13 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class StepSubmitted:
+    """A step's groups were asked for. `cap`: the most tokens that an answer may have; 0: not known."""
+
     step: int
     purpose: str
     samples: int
     groups: int
+    cap: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +277,37 @@ class WindowMoved:
     awake: bool
 
 
-Fact = SampleFinished | EngineProgress | WorkerJoined | WorkerReady | WorkerLost | StepSubmitted | StepFinished | WindowMoved
+@dataclass(frozen=True, slots=True)
+class Toggled:
+    """A reserved engine fell asleep (its GPU is the trainer's), or woke: seconds from being told until it was so."""
+
+    worker_id: int
+    awake: bool
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedGroups:
+    """So far the trainer took in these whole groups of the step under way: their tokens, prompts included, and what they cost it."""
+
+    step: int
+    groups: int
+    tokens: int
+    seconds: float
+
+
+Fact = (
+    SampleFinished
+    | EngineProgress
+    | WorkerJoined
+    | WorkerReady
+    | WorkerLost
+    | StepSubmitted
+    | StepFinished
+    | WindowMoved
+    | Toggled
+    | TrainedGroups
+)
 
 # ---------------------------------------------------------------- answers
 

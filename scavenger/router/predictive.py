@@ -25,7 +25,7 @@ from scavenger.router import window as windows
 from scavenger.router.forecast import Forecast
 from scavenger.router.forecast_lengths import Belief
 from scavenger.router.forecast_speed import Curve
-from scavenger.router.forecast_step import NEVER, StepModel
+from scavenger.router.forecast_step import StepModel
 from scavenger.router.policy import (
     Fact,
     Move,
@@ -35,6 +35,7 @@ from scavenger.router.policy import (
     Standard,
     StepFinished,
     StepSubmitted,
+    TrainedGroups,
     WindowDecision,
     WindowMoved,
     WorkerJoined,
@@ -45,8 +46,8 @@ from scavenger.router.policy import (
 from scavenger.router.predictive_fleet import FleetSizer
 from scavenger.router.predictive_view import Picture
 
-#: Nothing is solved again sooner than this, whatever happened (but a new step).
-PAUSE_S = 3.0
+#: Nothing is solved again sooner than this, whatever happened (but a new step); nor than this share of a step, where that is less.
+PAUSE_S, PAUSE_SHARE = 3.0, 1 / 40
 #: A window that ends this soon ends now: asking again would take as long.
 SOON_S = 1.0
 #: Ask again after this share of the time to the window's end, but within these.
@@ -62,7 +63,7 @@ class Settings:
     """Which controllers act, and their free parameters. `every_s`: between rebalancings.
 
     `plateau`: the share of an engine's best throughput up to which it is filled. `margin`: `offload.Price.margin`. `least_saving`: what
-    an engine must shorten a step by, at least.
+    an engine must shorten a step by, at least. `price`: of a harvested GPU-second, in the run's own (`autoscale.worth`).
     """
 
     window: bool = True
@@ -75,6 +76,7 @@ class Settings:
     plateau: float = 0.97
     margin: float = 0.1
     least_saving: float = 0.003
+    price: float = 1.0
     rules: autoscale.Rules = field(default_factory=autoscale.Rules)
 
 
@@ -103,7 +105,7 @@ class Predictive:
         self._serving = 0
         self._trained = 0.0
         self._trained_at: float | None = None
-        self._fleet = FleetSizer(self.settings.least_saving, self.settings.rules)
+        self._fleet = FleetSizer(self.settings.least_saving, self.settings.rules, self.settings.price)
         self._asked: tuple[int, str] | None = None
         self._retired: set[int] = set()
         self._left: dict[int, frozenset[int]] = {}  # sample -> engines that it was taken from in this step
@@ -111,6 +113,11 @@ class Predictive:
     @property
     def every_s(self) -> float:
         return self.settings.every_s if self.settings.rebalance or self.settings.tails else math.inf
+
+    def _within(self, seconds: float) -> float:
+        """A pause that suits steps of minutes, shortened for a run whose steps take seconds."""
+        last = self.forecast.last
+        return seconds if last is None else min(seconds, seconds / PAUSE_S * PAUSE_SHARE * last.seconds)
 
     # ---------------------------------------------------------------- facts
 
@@ -126,6 +133,9 @@ class Predictive:
             case WindowMoved():
                 self._changed = True
                 self._trained_at = None if fact.awake else now + self.forecast.sleep_s
+            case TrainedGroups() if fact.step == self._step:
+                self._trained = float(fact.tokens)
+                self._trained_at = now if self._trained_at is not None else None
             case WorkerReady() | WorkerLost() | WorkerJoined():
                 self._changed = self._shifted = True
                 if isinstance(fact, WorkerLost):
@@ -170,8 +180,9 @@ class Predictive:
         if known is not None and not self._new_step:
             if now < known.again_at and not self._changed:
                 return known
-            if now < self._solved_at + PAUSE_S:
-                return replace(known, again_at=self._solved_at + PAUSE_S)
+            pause_s = self._within(PAUSE_S)
+            if now < self._solved_at + pause_s:
+                return replace(known, again_at=self._solved_at + pause_s)
         self._decision = self._decide(view, now)
         self._solved_at, self._new_step, self._changed = now, False, False
         return self._decision
@@ -188,12 +199,13 @@ class Predictive:
         plan = self._plan = windows.solve(picture.situation(self._trained))
         awake = picture.step.reserved_awake
         why = f"step {step.step}: {plan.reason}"
-        if awake and plan.awake and plan.close_after_s <= SOON_S:
+        soon_s = self._within(SOON_S)
+        if awake and plan.awake and plan.close_after_s <= soon_s:
             return WindowDecision(True, why, now + AGAIN_MAX_S)
-        left = plan.close_after_s if plan.awake and plan.close_after_s < NEVER else AGAIN_MAX_S
-        again = min(AGAIN_MAX_S, max(AGAIN_MIN_S, AGAIN_SHARE * left))
+        left = min(plan.until_s if plan.awake else plan.step_s, AGAIN_MAX_S / AGAIN_SHARE)
+        again = min(AGAIN_MAX_S, max(self._within(AGAIN_MIN_S), AGAIN_SHARE * left))
         if plan.awake and plan.close_after_s < again:
-            again = max(SOON_S, plan.close_after_s)
+            again = max(soon_s, plan.close_after_s)
         return WindowDecision(not plan.awake, why, now + again)
 
     # ---------------------------------------------------------------- placement
@@ -271,13 +283,15 @@ class Predictive:
             curve = picture.curve(worker)
             held = [(s.prompt_tokens + s.length, expected[s.id]) for s in picture.held.get(worker.id, ())]
             each = [have + rest / 2 for have, rest in held] or [self.forecast.prompt.value + self._mean(picture) / 2]
+            plateau = curve.plateau(sum(each) / len(each), self.settings.plateau)
             engines.append(
                 placement.Engine(
                     worker_id=worker.id,
                     node=worker.node,
                     leases=worker.leases,
-                    limit=max(1, min(worker.max_batch, share, curve.plateau(sum(each) / len(each), self.settings.plateau))),
+                    limit=max(1, min(worker.max_batch, share, plateau, worker.best_batch or plateau)),
                     curve=curve,
+                    cache=float(worker.cache_tokens) or math.inf,
                     longest=max((rest for _, rest in held), default=0.0),
                     work_s=sum(curve.work_s(have, rest) for have, rest in held),
                     context=sum(each) if held else 0.0,
@@ -305,7 +319,7 @@ class Predictive:
     # ---------------------------------------------------------------- moves
 
     def rebalance(self, view: RunView, now: float) -> Sequence[Move]:
-        if not (self.settings.rebalance or self.settings.tails) or now < self._rebalanced_at + PAUSE_S:
+        if not (self.settings.rebalance or self.settings.tails) or now < self._rebalanced_at + self._within(PAUSE_S):
             return ()
         serving = len(view.slots())
         if now < self._rebalanced_at + self.settings.every_s and not self._shifted and serving == self._serving:

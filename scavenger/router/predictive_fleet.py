@@ -22,10 +22,11 @@ SIZE_STEPS = 4
 
 @dataclass(slots=True)
 class FleetSizer:
-    """One run's fleet. `least_saving`: what an engine must shorten a step by, at least, whatever its start costs."""
+    """One run's fleet. `least_saving`: what an engine must shorten a step by, at least, whatever its start costs; `price` as in `worth`."""
 
     least_saving: float
     rules: autoscale.Rules
+    price: float = 1.0
     useful: int = 0
     reason: str = ""
     state: autoscale.State = field(default_factory=autoscale.State)
@@ -60,9 +61,9 @@ class FleetSizer:
         pools = Pool(own, float(len(reserved)), view.max_batch), Pool(curve, 0.0, view.max_batch)
         whole = whole_step(lengths.table(), forecast, step.samples, step.groups, *pools, forecast.costs(curve, gpus, run_gpus))
         life, start_s = forecast.survival.curve(node_class(gpus), now), forecast.start.value
-        needed = autoscale.break_even(max(run_gpus, gpus), gpus, start_s, life)
+        needed = autoscale.break_even(max(run_gpus, gpus), gpus, start_s, life, self.price)
         size = windows.size_fleet(whole, view.max_engines, max(self.least_saving, needed))
-        verdict = autoscale.worth(size.saving, max(run_gpus, gpus), gpus, start_s, life)
+        verdict = autoscale.worth(size.saving, max(run_gpus, gpus), gpus, start_s, life, price=self.price)
         self._steps, self._sized_for = 0, (step.samples, view.max_engines)
         self.useful = size.engines if verdict.ask else 0
         self.reason = f"{size.reason}; the last one {verdict.reason}"

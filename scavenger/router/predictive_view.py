@@ -20,7 +20,7 @@ from scavenger.router.policy import RunView, SampleView, WorkerView
 LOADING = ("loading", "away")
 #: An engine that is late is expected after this share more of what it has been loading for.
 LATE = 0.25
-#: Samples wait for an engine that is expected within this, rather than crowd those that are there.
+#: Samples wait for an engine that is expected within this, rather than crowd those that are there; less where an answer takes less.
 COMING_S = 20.0
 #: The quantile that counts where a sample must not be late.
 SAFE = 0.9
@@ -128,7 +128,7 @@ class Picture:
 
     def ready_in_s(self, worker: WorkerView) -> float:
         """How long a loading engine will take yet: the mean of such loads, and a share of its delay once it is late."""
-        first = worker.joined_at >= self.step.submitted_at
+        first = not worker.warm or worker.joined_at >= self.step.submitted_at
         since = worker.joined_at if first else self.step.submitted_at
         usual, spent = self._forecast.start.value if first else self._forecast.load_s(worker.kind), self.now - since
         return max(usual - spent, LATE * spent, 0.0)
@@ -137,9 +137,15 @@ class Picture:
     def fair_share(self) -> int:
         """Samples that each engine would hold if those that are about to be ready held as many."""
         serving = sum(w.serves for w in self.workers)
-        coming = sum(not w.serves and w.status in LOADING and self.ready_in_s(w) <= COMING_S for w in self.workers)
+        coming = sum(not w.serves and w.status in LOADING and self.ready_in_s(w) <= self._coming_s for w in self.workers)
         outstanding = sum(len(group.running) for group in self.groups.values())
         return -(-outstanding // max(1, serving + coming)) if coming else outstanding
+
+    @cached_property
+    def _coming_s(self) -> float:
+        """Who waits for longer than a whole answer takes had better begin."""
+        like = self.harvested or self.reserved
+        return min(COMING_S, self.curve(like[0]).base * self.table.expected(Belief(), 0)) if like else COMING_S
 
     @cached_property
     def delivered_tokens(self) -> tuple[int, float]:

@@ -12,7 +12,7 @@ from scavenger.ledger import records as rec
 from scavenger.router import samples as sm
 from scavenger.router import workers as wk
 from scavenger.router.events import Identity
-from scavenger.router.policy import StepFinished, StepSubmitted, WindowMoved
+from scavenger.router.policy import StepFinished, StepSubmitted, TrainedGroups, WindowMoved
 from scavenger.router.state import Core, Group, Run, Sample, SampleStatus, Version, Worker, WorkerStatus
 from scavenger.wire import (
     MAX_CALL_SAMPLES,
@@ -41,6 +41,7 @@ from scavenger.wire import (
     SampleOutcome,
     SetReserved,
     SubmitGroups,
+    Trained,
     words,
 )
 
@@ -65,6 +66,8 @@ def called(core: Core, conn: int, identity: Identity, call: Call) -> None:
         reply: ReplyBody = _attach(core, conn, run, call.body)
     elif isinstance(call.body, Ping):
         known = call.body.aside or run.conn == conn
+        if run.conn == conn and call.body.trained is not None:
+            _trained(core, run, call.body.trained)
         core.send(conn, Reply(call.id, Pong(core.generation)) if known else HelloAgain("attach first"))
         return
     elif run.conn != conn:
@@ -274,7 +277,8 @@ def _submit(core: Core, run: Run, body: SubmitGroups) -> ReplyBody:
     groups = [_group_for(core, run, body, spec) for spec in body.groups]
     run.step_samples = sum(len(g.samples) for g in run.by_key.values() if (g.purpose, g.step) == (body.purpose, body.step))
     run.newest, run.submitted_at, run.fresh = (body.purpose, body.step), core.now, True
-    run.policy.observe(StepSubmitted(body.step, body.purpose, run.step_samples, len(groups)), core.now)
+    cap = max((spec.sampling.max_tokens for spec in body.groups), default=0)
+    run.policy.observe(StepSubmitted(body.step, body.purpose, run.step_samples, len(groups), cap), core.now)
     for group in groups:
         sm.deliver_if_done(core, group)
     return Accepted(tuple(g.id for g in groups))
@@ -396,6 +400,13 @@ def _retire_versions(run: Run, keep: int = 4) -> None:
         if version not in used:
             run.versions[version].manifest = b""
             run.versions[version].sources = ()
+
+
+def _trained(core: Core, run: Run, body: Trained) -> None:
+    """How far the trainer is; pings repeat it."""
+    if run.newest == ("train", body.step) and body != run.trained:
+        run.trained = body
+        run.policy.observe(TrainedGroups(body.step, body.groups, body.tokens, body.seconds), core.now)
 
 
 def _set_reserved(core: Core, run: Run, body: SetReserved) -> ReplyBody:

@@ -19,7 +19,8 @@ from scavenger.router.payloads import Payloads
 from scavenger.router.placement import Slots
 from scavenger.router.policy import NewPolicy, RouterPolicy, SampleView, Standard
 from scavenger.router.queue import Queue
-from scavenger.wire import Assign, EngineSpec, Fleet, GroupDone, Message, OpenRun, SampleKey, Sampling, WeightSource
+from scavenger.router.told import Told
+from scavenger.wire import Assign, EngineSpec, Fleet, GroupDone, Message, OpenRun, SampleKey, Sampling, Trained, WeightSource
 
 #: Refusals of one worker, or of one key, that become events; after these every hundredth does, the others are counted.
 REFUSALS_TOLD = 100
@@ -223,6 +224,8 @@ class Run:
     sizes: tuple[int, int, int] = (0, 0, 0)  # of its fleet, when its policy was asked last
     fresh: bool = True  # its step or its window changed since
     rebalanced_at: float = 0.0
+    told: Told = field(default_factory=Told)  # of its policy's decisions, to the ledger
+    trained: Trained | None = None  # what its trainer last said of the step under way
 
 
 @dataclass(slots=True)
@@ -264,6 +267,10 @@ class Worker:
     slots: Slots | None = None  # how policies see its leases, until one comes or goes
     role: int = -1  # as what it is counted in its run's sizes: their index, -1 = not at all
     yielding: dict[int, Yielding] = field(default_factory=dict)  # sample -> what it was asked to give back
+    cache_tokens: int = 0  # as it said itself; 0 = it did not
+    best_batch: int = 0
+    told_at: float = 0.0  # when it was last told to sleep
+    wake_s: float = 0.0  # as it last said
 
 
 @dataclass(frozen=True, slots=True)

@@ -129,6 +129,8 @@ class LiveView:
             warm=worker.loads > 0,
             beat_at=worker.beat_at,
             yields=worker.protocol >= YIELDS,
+            cache_tokens=worker.cache_tokens,
+            best_batch=worker.best_batch,
         )
 
 

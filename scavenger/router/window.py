@@ -25,7 +25,8 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 class Plan:
     """The best that is predicted. `close_after_s`: 0 = train now, NEVER = generate to the end (or, when asleep: stay so, `awake` False).
 
-    `step_s`: what is left of the step then; `now_s`: what would be left when the reserved engines trained from now on.
+    `step_s`: what is left of the step then; `now_s`: what would be left when the reserved engines trained from now on. `until_s`: how long
+    they generate, also where that is to the end.
     """
 
     awake: bool
@@ -33,6 +34,7 @@ class Plan:
     step_s: float
     now_s: float
     reason: str
+    until_s: float = 0.0
 
 
 def predict(situation: Situation, window_s: float) -> float:
@@ -52,7 +54,7 @@ def solve(situation: Situation) -> Plan:
         return Plan(False, 0.0, now_s, now_s, f"training from now on ends the step in {now_s:.1f} s, no later window sooner ({told})")
     when = f"closing in {window:.1f} s" if window < model.end_s else f"generating to the end, {window:.1f} s,"
     why = f"{when} ends the step in {best:.1f} s, closing now in {now_s:.1f} s ({told})"
-    return Plan(True, window if window < model.end_s else NEVER, best, now_s, why)
+    return Plan(True, window if window < model.end_s else NEVER, best, now_s, why, window)
 
 
 def _solve_asleep(model: StepModel) -> Plan:
@@ -64,7 +66,7 @@ def _solve_asleep(model: StepModel) -> Plan:
     gain = REOPEN_GAIN if _begun(model.situation) else 0.0
     if best < stay * (1 - gain):
         why = f"generating again for {window:.1f} s ends the step in {best:.1f} s, training on in {stay:.1f} s ({told})"
-        return Plan(True, window if window < model.end_s else NEVER, best, stay, why)
+        return Plan(True, window if window < model.end_s else NEVER, best, stay, why, window)
     why = f"training on ends the step in {stay:.1f} s, generating again in {best:.1f} s at best: not {gain:.0%} less ({told})"
     return Plan(False, NEVER, stay, stay, why)
 

@@ -12,7 +12,7 @@ from scavenger.ledger import records as rec
 from scavenger.router import advice
 from scavenger.router import samples as sm
 from scavenger.router.events import Identity
-from scavenger.router.policy import EngineProgress, WorkerJoined, WorkerLost, WorkerReady
+from scavenger.router.policy import EngineProgress, Toggled, WorkerJoined, WorkerLost, WorkerReady
 from scavenger.router.state import Core, Run, Sample, SampleStatus, Silenced, Worker, WorkerStatus
 from scavenger.wire import (
     OLDEST_PROTOCOL,
@@ -79,6 +79,9 @@ def hello(core: Core, conn: int, identity: Identity, hello: WorkerHello) -> None
             worker.status = WorkerStatus.LOADING
     core.by_conn[conn] = worker
     worker.protocol = hello.protocol
+    worker.cache_tokens, worker.best_batch = hello.cache_tokens, hello.best_batch
+    if hello.loaded_version >= 0 and not worker.loads:
+        worker.loads = 1  # before the daemon restarted: the next one is no start
     worker.moved_at, worker.attempt = core.now, run.attempt
     core.departed.pop(conn, None)
     limits = core.limits
@@ -299,6 +302,9 @@ def _heartbeat(core: Core, worker: Worker, beat: Heartbeat) -> None:
     worker.acks += 1
     core.send(worker.conn, HeartbeatAck(core.generation, worker.acks))
     _measure(core, worker, gained, context)
+    if beat.wake_s != worker.wake_s:
+        worker.wake_s = beat.wake_s
+        worker.run.policy.observe(Toggled(worker.id, True, beat.wake_s), core.now)
     _ask_again(core, worker)
     _reconcile_orders(core, worker, beat)
     steer(core, worker)
@@ -361,6 +367,7 @@ def _loaded(core: Core, worker: Worker, message: WeightsLoaded, version: int) ->
         drain(core, worker, "it holds weights that nobody published")
         return
     first, worker.loaded_version = worker.loads == 0, version
+    worker.cache_tokens, worker.best_batch = message.cache_tokens, message.best_batch
     worker.loads += 1
     worker.load_failures = 0
     worker.run.stirred = worker.run.recount = True  # the others' orders stay as they are
@@ -397,7 +404,7 @@ def _sample_failed(core: Core, worker: Worker, message: SampleFailed) -> None:
 
 def put_to_sleep(core: Core, worker: Worker) -> None:
     worker.run.dirty = True
-    worker.status = WorkerStatus.SLEEPING
+    worker.status, worker.told_at = WorkerStatus.SLEEPING, core.now
     core.send_durable(worker.conn, Sleep())
 
 
@@ -407,6 +414,7 @@ def _asleep(core: Core, worker: Worker) -> None:
         sm.release(core, sample, "reserved worker sleeps")
     if worker.status is WorkerStatus.SLEEPING:
         worker.status = WorkerStatus.ASLEEP
+        worker.run.policy.observe(Toggled(worker.id, False, core.now - worker.told_at), core.now)
     worker.run.dirty = True
     if worker.run.reserved_awake:
         wake(core, worker)

@@ -42,6 +42,7 @@ from scavenger.wire import (
 
 Truth = Callable[[SampleKey], int]  # how long an answer will be: known here, and to nobody who decides
 _ZEROS = bytes(4 * 131_072)
+_SOON_S = 1e-3
 
 
 def zeros(tokens: int) -> bytes:
@@ -99,6 +100,7 @@ class SimEngine:
         self._wanted = -1
         self._built_at = sim.now
         self._awake_at = sim.now
+        self._wake_s = 0.0  # what its last waking took, for heartbeats to say; 0 = it was never woken
         self._held: dict[int, _Held] = {}
         self._buffer: list[Request] = []  # until it is awake
         self._acks = 0
@@ -174,6 +176,7 @@ class SimEngine:
                 self._say(Asleep())
             case Wake():
                 self._awake_at = max(self._awake_at, self._sim.now + self._pace.wake_s)
+                self._wake_s = max(self._pace.wake_s, _SOON_S)
             case Drain(reason=reason):
                 self.leave(reason)
             case HeartbeatAck(number=number):
@@ -193,7 +196,7 @@ class SimEngine:
             length = one.target if one.done else progress.get(sample_id, one.sent)
             held.append(Held(sample_id, one.lease.epoch, length))
             total += length
-        self._say(Heartbeat(tuple(held), total, self.loaded, 0.0, self._acks))
+        self._say(Heartbeat(tuple(held), total, self.loaded, 0.0, self._acks, self._wake_s))
 
     # ---------------------------------------------------------------- weights
 

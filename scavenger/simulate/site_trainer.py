@@ -63,7 +63,7 @@ class _Seconds:
 
 
 @dataclass(slots=True)
-class _Under:
+class Under:
     """The step under way. `window_end`: when reserved engines first went to sleep."""
 
     step: int
@@ -74,6 +74,7 @@ class _Under:
     done: list[GroupDone] = field(default_factory=list)
     seconds: _Seconds = field(default_factory=_Seconds)
     window_end: float = -1.0
+    toggles: dict[str, float] = field(default_factory=dict)  # what each way of the toggle took, as metrics
 
 
 class SimTrainer:
@@ -95,7 +96,7 @@ class SimTrainer:
         self._calls = 0
         self._fleet = Fleet(0, 0, 0, 0, 0)
         self._inbox: deque[GroupDone] = deque()
-        self._under: _Under | None = None
+        self._under: Under | None = None
         self._actions: deque[phases.Action] = deque()
         self._computing = False
         self._since = sim.now  # since when it does what it does
@@ -167,7 +168,7 @@ class SimTrainer:
             self._plan(), harvested=self._fleet.harvested, reserved_awake=self.reserved_awake, now=self._sim.now,
             close=WINDOW[self._fleet.window], why=self._fleet.window_reason,
         )  # fmt: skip
-        self._under = _Under(step, self._sim.now, self._fleet.harvested, machine)
+        self._under = Under(step, self._sim.now, self._fleet.harvested, machine)
         self._actions.extend(actions)
         self._act()
 
@@ -200,10 +201,10 @@ class SimTrainer:
         self._feed(under, events or [phases.Tick()])
         self._act()
 
-    def _sleeps(self, under: _Under) -> bool:
+    def _sleeps(self, under: Under) -> bool:
         return self._contender.sleeps and under.machine.phase is phases.Phase.SEED and self._fleet.window == "open"
 
-    def _feed(self, under: _Under, events: Sequence[phases.Event]) -> None:
+    def _feed(self, under: Under, events: Sequence[phases.Event]) -> None:
         for event in events:
             if under.machine.phase is phases.Phase.FINISH:
                 return
@@ -212,7 +213,7 @@ class SimTrainer:
             if any(isinstance(action, phases.TrainReady) for action in actions):
                 self._actions = deque(_last_train(self._actions))
 
-    def _idle_until_now(self, under: _Under) -> None:
+    def _idle_until_now(self, under: Under) -> None:
         passed, self._since = self._sim.now - self._since, self._sim.now
         if self.reserved_awake:
             under.seconds.seed += passed
@@ -232,6 +233,7 @@ class SimTrainer:
                     self._sleep(under)
                 case phases.WakeReserved():
                     self._set_reserved(True)
+                    under.toggles["seconds_to_generating"] = self.wake_s
                     under.seconds.toggle += self.wake_s
                     under.seconds.seed -= self.wake_s
                 case phases.TrainReady():
@@ -250,39 +252,54 @@ class SimTrainer:
         self.reserved_awake = awake
         self._call(SetReserved(awake))
 
-    def _sleep(self, under: _Under) -> None:
+    def _sleep(self, under: Under) -> None:
         if under.window_end < 0:
             under.window_end = self._sim.now
         self._set_reserved(False)
-        seconds = cost.to_training_s(self._scenario.trainer, self._scenario.offload)
+        seconds = self._to_training_s()
+        under.toggles["seconds_to_training"] = seconds
         under.seconds.toggle += seconds
         self._compute(seconds, self._act)
 
-    def _train(self, under: _Under) -> None:
+    def _train(self, under: Under) -> None:
+        groups = len(under.ready)
+        seconds = self._train_s(under)
+        under.seconds.train += seconds
+        self._compute(seconds, lambda: self._trained(under, groups))
+
+    def _to_training_s(self) -> float:
+        return cost.to_training_s(self._scenario.trainer, self._scenario.offload)
+
+    def _train_s(self, under: Under) -> float:
+        """Take all groups that wait: how long training them takes."""
         groups, under.ready = list(under.ready), deque()
         lengths = [self._scenario.prompt_tokens + length for group in groups for length in self._lengths[group.group_id]]
         spec = self._scenario.trainer
         micro_steps = cost.pack(spec.model, lengths, spec.ranks, self._scenario.round_tokens)
-        seconds = sum(cost.micro_step_s(spec, by_rank) for by_rank in micro_steps)
-        under.seconds.train += seconds
-        self._compute(seconds, lambda: self._trained(under, len(groups)))
+        return sum(cost.micro_step_s(spec, by_rank) for by_rank in micro_steps)
 
-    def _trained(self, under: _Under, groups: int) -> None:
+    def _update_s(self) -> float:
+        return cost.optimizer_s(self._scenario.trainer)
+
+    def _publish_s(self) -> float:
+        return cost.publish_s(self._scenario.trainer)
+
+    def _trained(self, under: Under, groups: int) -> None:
         self._feed(under, [phases.Trained(groups)])
         self._react_later()
         self._act()
 
-    def _update(self, under: _Under) -> None:
-        seconds = cost.optimizer_s(self._scenario.trainer)
+    def _update(self, under: Under) -> None:
+        seconds = self._update_s()
         under.seconds.update += seconds
         self._compute(seconds, lambda: self._publish_next(under))
 
-    def _publish_next(self, under: _Under) -> None:
-        seconds = cost.publish_s(self._scenario.trainer)
+    def _publish_next(self, under: Under) -> None:
+        seconds = self._publish_s()
         under.seconds.publish += seconds
         self._compute(seconds, lambda: self._commit(under))
 
-    def _commit(self, under: _Under) -> None:
+    def _commit(self, under: Under) -> None:
         self._publish()
         seconds, tokens = under.seconds, sum(sum(self._lengths[group.group_id]) for group in under.done)
         outcomes = tuple(SampleOutcome(s.sample_id, "consumed", 0.0, 0.0) for group in under.done for s in group.samples)
@@ -294,7 +311,7 @@ class SimTrainer:
             "seconds_update": seconds.update,
             "seconds_publish": seconds.publish,
             "tokens": float(tokens),
-        }
+        } | under.toggles
         self._call(CommitStep(under.step, self._version - 1, "train", outcomes, metrics))
         self._under = None
         self._finished(

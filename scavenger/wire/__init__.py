@@ -76,6 +76,7 @@ from scavenger.wire.trainer import (
     SetReserved,
     SubmitGroups,
     ToTrainer,
+    Trained,
 )
 from scavenger.wire.worker import (
     Ack,
@@ -169,6 +170,7 @@ __all__ = [
     "ToDaemon",
     "ToTrainer",
     "ToWorker",
+    "Trained",
     "UseWeights",
     "Wake",
     "WeightSource",

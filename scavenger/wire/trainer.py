@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
-from scavenger.wire.common import Count, EngineSpec, HelloAgain, Message, Part, Positive, Rejected, RunName, Sampling, WeightSource, Words
+from scavenger.wire.common import (
+    Count,
+    EngineSpec,
+    HelloAgain,
+    Message,
+    Part,
+    Positive,
+    Rate,
+    Rejected,
+    RunName,
+    Sampling,
+    WeightSource,
+    Words,
+)
 
 # ---------------------------------------------------------------- trainer -> daemon (bodies of Call)
 
@@ -120,13 +133,24 @@ class CloseRun(Message, frozen=True):
     reason: Words = ""
 
 
+class Trained(Part, frozen=True):
+    """Whole groups of `step` that went through the trainer: their tokens (prompts included), and the seconds that it computed for them."""
+
+    step: int
+    groups: Count
+    tokens: Count
+    seconds: Rate
+
+
 class Ping(Message, frozen=True):
     """Keep-alive of a trainer; answered by Pong, and by Fleet when it changed. One whose connection is not attached is told so.
 
-    `aside`: from a second connection, which only says that the process lives, and is never attached.
+    `aside`: from a second connection, which only says that the process lives, and is never attached. `trained`: how far the step under
+    way is trained, None = nothing of it yet.
     """
 
     aside: bool = False
+    trained: Trained | None = None
 
 
 CallBody = OpenRun | Attach | PublishVersion | SubmitGroups | SetReserved | CommitStep | RecordCheckpoint | CloseRun | Ping

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scavenger.wire.common import Count, EngineSpec, HelloAgain, Message, Part, Rejected, Sampling, WeightSource, Words
+from scavenger.wire.common import Count, EngineSpec, HelloAgain, Message, Part, Rate, Rejected, Sampling, WeightSource, Words
 
 # ---------------------------------------------------------------- parts
 
@@ -84,6 +84,8 @@ class WorkerHello(Message, frozen=True):
     leaving: bool = False  # it greets only to say goodbye: no lease, please
     loaded_root: bytes = b""  # root hash of `loaded_version`, which is believed only if it is the ledger's too
     ledger: str = ""  # `Welcome.ledger` of the daemon that granted `held`; "" = none did, or protocol 1
+    cache_tokens: Count = 0  # as in `WeightsLoaded`, once the engine is built
+    best_batch: Count = 0
 
 
 class Chunks(Message, frozen=True):
@@ -96,6 +98,7 @@ class Heartbeat(Message, frozen=True):
     """Sent every `heartbeat_s`. Both sides reconcile `held`, so any message may be lost.
 
     `heard`: number of the last `HeartbeatAck` since the present Welcome. What was sent before that one and is not held never came.
+    `wake_s`: what its engine's last waking took; 0 = it was never woken.
     """
 
     held: tuple[Held, ...]
@@ -103,15 +106,22 @@ class Heartbeat(Message, frozen=True):
     loaded_version: int
     tokens_per_s: float = 0.0
     heard: int = 0
+    wake_s: Rate = 0.0
 
 
 class WeightsLoaded(Message, frozen=True):
-    """The engine now generates with `version`, verified against the manifest with this root hash."""
+    """The engine now generates with `version`, verified against the manifest with this root hash.
+
+    `cache_tokens`: tokens of all samples together that its KV cache holds; `best_batch`: samples beyond which it measured no more tokens a
+    second. 0 = it does not know.
+    """
 
     version: int
     root: bytes
     pull_s: float = 0.0
     load_s: float = 0.0
+    cache_tokens: Count = 0
+    best_batch: Count = 0
 
 
 class WeightsFailed(Message, frozen=True):

@@ -107,3 +107,13 @@ def test_impossible_rules_and_shares_are_refused() -> None:
         Rules(low=0.3, high=0.2)
     with pytest.raises(ValueError, match="wait share"):
         step_ended(State(), 1.5, 3, RULES)
+
+
+def test_at_no_price_idle_gpus_are_taken_whatever_is_wasted() -> None:
+    """Lives of seconds, starts of half a minute: at a price nobody asks; for nothing, all that shorten the step are worth it."""
+    short = estimate([Life(6.0, True) for _ in range(200)], prior())
+    assert not worth(0.05, 1, 1, 30.0, short).ask
+    assert worth(0.05, 1, 1, 30.0, short, price=0.0).ask
+    assert not worth(0.0, 1, 1, 30.0, short, price=0.0).ask, "one that shortens nothing is not worth having"
+    assert break_even(1, 1, 30.0, short, price=0.0) == 0.0
+    assert break_even(8, 1, 30.0, prior(), price=0.25) == pytest.approx(break_even(8, 1, 30.0, prior()) / 4)

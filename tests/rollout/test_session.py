@@ -22,6 +22,7 @@ from rollout.events import (
     Add,
     AddRefused,
     Build,
+    Built,
     Connect,
     Connected,
     EngineDied,
@@ -43,6 +44,7 @@ from rollout.events import (
     Tick,
     Unreachable,
     WakeEngine,
+    Woken,
 )
 from rollout.session import LEGAL, IllegalTransition, Session
 from scavenger import wire
@@ -573,3 +575,28 @@ def test_whatever_is_lost_every_token_arrives_once_and_in_order(seed: int) -> No
     assert got == truth
     assert done == set(truth)
     assert not t.session.work.leases.held()
+
+
+def test_what_the_engine_says_of_itself_is_told_with_its_weights_and_when_it_greets_again() -> None:
+    t = Talk()
+    t.do(Connected())
+    t.hear(WELCOME)
+    t.do(Built(cache_tokens=4096, best_batch=48))
+    t.hear(wire.UseWeights(7, b"", ()))
+    (loaded,) = [m for m in sent(t.do(Loaded(7, b"root", 0.1, 0.2))) if isinstance(m, wire.WeightsLoaded)]
+    assert (loaded.cache_tokens, loaded.best_batch, loaded.pull_s, loaded.load_s) == (4096, 48, 0.1, 0.2)
+    (again,) = [m for m in sent(t.hear(wire.UseWeights(7, b"", ()))) if isinstance(m, wire.WeightsLoaded)]
+    assert again.cache_tokens == 4096
+    (hello,) = [m for m in sent(t.hear(wire.HelloAgain("restarted"))) if isinstance(m, wire.WorkerHello)]
+    assert (hello.cache_tokens, hello.best_batch) == (4096, 48)
+
+
+def test_heartbeats_say_what_the_last_waking_took() -> None:
+    t = Talk().joined()
+    (before,) = [m for m in sent(t.wait(1.0)) if isinstance(m, wire.Heartbeat)]
+    t.hear(wire.Sleep())
+    t.do(Slept())
+    t.hear(wire.Wake())
+    t.do(Woken(0.75))
+    (after,) = [m for m in sent(t.wait(1.0)) if isinstance(m, wire.Heartbeat)]
+    assert (before.wake_s, after.wake_s) == (0.0, 0.75)

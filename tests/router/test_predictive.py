@@ -191,14 +191,34 @@ def test_only_a_worker_that_cannot_be_asked_back_gets_a_bounded_lease() -> None:
 
 
 def test_samples_wait_for_engines_that_are_about_to_be_ready_rather_than_crowd_the_first() -> None:
-    def placed(status: str) -> int:
-        queued = [sample(i, i // 4) for i in range(32)]
+    def placed(status: str, cap: int = 20_000) -> int:
+        queued = [sample(i, i // 4, cap=cap) for i in range(32)]
         workers = [worker(1, max_batch=64), *(worker(i, max_batch=64, serves=False, status=status) for i in range(2, 5))]
         view = PlainView(step=StepView(step=1, samples=32, groups=8, submitted_at=1.0), samples=queued, queued=queued, workers=workers)
         return len(Predictive("r").place(view, 2.0))
 
     assert placed("loading") == 8
     assert placed("asleep") == 32
+    assert placed("loading", cap=600) == 32, "an answer of a second is done before they are there"
+
+
+def test_a_run_of_short_steps_is_looked_at_as_often_as_its_steps_ask() -> None:
+    """Three seconds between two solutions are a third of a step of nine."""
+    policy = Predictive("r")
+    policy.observe(seam.StepSubmitted(1, "train", 8, 2), 0.0)
+    policy.observe(seam.StepFinished(1, "train", {"seconds": 8.0, "seconds_train": 2.0}), 8.0)
+    policy.observe(seam.StepSubmitted(2, "train", 8, 2), 8.0)
+    queued = [sample(i, i // 4) for i in range(8)]
+    view = PlainView(step=StepView(step=2, samples=8, groups=2), samples=queued, queued=queued, workers=[worker(1, kind="reserved")])
+    first = policy.window(view, 8.0)
+    policy.observe(seam.WorkerJoined(2, "harvested", "n2", 1), 8.1)
+    assert policy.window(view, 8.1) is not None
+    policy.observe(seam.WorkerJoined(3, "harvested", "n3", 1), 8.3)
+    again = policy.window(view, 8.3)
+    assert first is not None
+    assert again is not None
+    assert again.again_at > 8.3
+    assert again.again_at != first.again_at, "solved again after a fortieth of a step"
 
 
 def test_engines_are_asked_for_by_what_they_save_and_the_reason_says_so() -> None:

@@ -114,7 +114,7 @@ def main() -> None:
     asked = parser.parse_args()
     names = ("ours", "rlboost", "polyrl", "ours + rlboost's window")
     cases = {f"small {seed}, {name}": (small(seed), name) for seed in (1, 2) for name in names}
-    cases |= {"large": (large(coming_and_going(3, 7200.0), 6), "ours"), "large, rlboost": (large(coming_and_going(3, 7200.0), 6), "rlboost")}
+    cases |= {f"large, {name}": (large(coming_and_going(3, 7200.0), 6), name) for name in ("ours", "rlboost")}
     if asked.trace:
         for hour in (0, 30):
             fleet = traces.read_nodes(asked.trace, 8, 72 * 3600.0).segment(hour * 3600.0, (hour + 2) * 3600.0)

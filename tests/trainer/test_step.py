@@ -50,6 +50,7 @@ class RecordedRun:
         self._error = error
         self._groups: list[wire.GroupDone] = []
         self.told: list[bool] = []
+        self.progress: list[tuple[int, int, int]] = []
 
     def submit(self, step: int, version: int, groups: Sequence[wire.GroupSpec], purpose: str = "train") -> tuple[int, ...]:
         self._groups = [self._answer(step, version, spec) for spec in groups]
@@ -80,6 +81,9 @@ class RecordedRun:
 
     def set_reserved(self, awake: bool) -> None:
         self.told.append(awake)
+
+    def trained(self, step: int, groups: int, tokens: int, seconds: float) -> None:
+        self.progress.append((step, groups, tokens))
 
     def publish(self, step: int, manifest: Manifest, source: wire.WeightSource) -> None: ...
     def commit(
@@ -141,6 +145,17 @@ def test_arrival_order_and_fleet_change_neither_losses_nor_weights(model_folder:
         assert other_root == root
         assert other.outcomes == first.outcomes
         assert comparable(other) == comparable(first)
+
+
+def test_the_daemon_is_told_how_far_the_step_is_trained_filtered_groups_included(model_folder: Path, mesh: DeviceMesh) -> None:
+    run = RecordedRun(random.Random(0))
+    result, _ = play(make_config(model_folder), mesh, run)
+    groups, tokens = [at[1] for at in run.progress], [at[2] for at in run.progress]
+    assert {at[0] for at in run.progress} == {1}
+    assert groups == sorted(groups)
+    assert tokens == sorted(tokens)
+    assert groups[-1] == 6
+    assert tokens[-1] > result.metrics["tokens"], "prompts count"
 
 
 def test_reserved_engines_finish_the_step_when_the_harvested_die_after_the_window(model_folder: Path, mesh: DeviceMesh) -> None:

@@ -1,0 +1,301 @@
+"""A run that was lived, played again from its ledger by the real core: what the simulator says of its step times, and by how much it errs.
+
+    ledger --Recording--> fit on every other step --Machines--> play all steps --> step times of the steps that were not fitted
+
+Taken from the recording: how long each answer was and which groups had nothing to teach, when engines greeted, were ready and were lost.
+Those times count from the beginning of their step, so that a step is played with the fleet that it had although those before it took
+longer or shorter. Computed: who generates what, the window, moves, queues, the trainer's waiting, and with them the step's time.
+
+Owns the play and the comparison. `replay_fit` says what machines cost; the parts are the simulator's.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from scavenger.config import RunConfig
+from scavenger.errors import ConfigError, SimulationError
+from scavenger.ledger.recording import Life, Recording, Step
+from scavenger.router import policies
+from scavenger.router.events import Identity
+from scavenger.simulate.contender import Contender
+from scavenger.simulate.engine import Simulation, Streams
+from scavenger.simulate.fleet import Fleet
+from scavenger.simulate.outcome import StepOutcome
+from scavenger.simulate.replay_fit import Machines, config_of, fit, trained_groups
+from scavenger.simulate.replay_trainer import RecordedTrainer
+from scavenger.simulate.scenario import Scenario
+from scavenger.simulate.site_daemon import Daemon
+from scavenger.simulate.site_engine import Pace, SimEngine
+from scavenger.simulate.site_trainer import OWNER, RUN
+from scavenger.simulate.trainer_model import TrainerSpec
+from scavenger.wire import SampleKey
+
+#: The live daemon's own: seconds between ticks and between heartbeats.
+TICK_S, HEARTBEAT_S = 0.25, 1.0
+LEAST_STEPS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class StepPair:
+    """A step as it was and as it was played, in seconds. `fitted`: the machines were fitted to it."""
+
+    step: int
+    live_s: float
+    played_s: float
+    fitted: bool
+
+    @property
+    def error(self) -> float:
+        return self.played_s / self.live_s - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    pairs: tuple[StepPair, ...]
+    machines: Machines
+    policy: str
+
+    @property
+    def median_error(self) -> float:
+        """The median of the absolute relative errors over the steps that were not fitted."""
+        return median(abs(pair.error) for pair in self.pairs if not pair.fitted)
+
+    @property
+    def guess_error(self) -> float:
+        """What `median_error` would be of a guess that knows no fleet and no length: the fitted steps' median, every time."""
+        guess = median(pair.live_s for pair in self.pairs if pair.fitted)
+        return median(abs(guess / pair.live_s - 1) for pair in self.pairs if not pair.fitted)
+
+    @property
+    def total_error(self) -> float:
+        """Of the time of all steps that were not fitted."""
+        rest = [pair for pair in self.pairs if not pair.fitted]
+        return sum(pair.played_s for pair in rest) / sum(pair.live_s for pair in rest) - 1
+
+
+def replay(recording: Recording, policy: str = "", ranks: int = 0) -> Replay:
+    """Play a recorded run. `policy` "": the one that it ran under. Raises `ConfigError` when the recording does not tell enough."""
+    steps = whole_steps(recording)
+    if len(steps) < LEAST_STEPS:
+        raise ConfigError(f"{len(steps)} whole steps are in the ledger", f"replay a run that took at least {LEAST_STEPS}")
+    fitted = {step.step for step in steps[::2]}
+    machines = fit(recording, fitted, ranks)
+    name = policy or recording.policy
+    played = _Site(recording, steps, machines, name).run()
+    pairs = [
+        StepPair(step.step, live_s(step), outcome.seconds, step.step in fitted) for step, outcome in zip(steps, played, strict=True)
+    ]
+    return Replay(tuple(pairs), machines, name)
+
+
+def whole_steps(recording: Recording) -> list[Step]:
+    """Committed steps of the run's usual size. Raises `ConfigError` for one in between that is not."""
+    steps = [step for step in recording.steps if step.committed_at is not None]
+    sizes = {(len(step.answers), len({answer.group_id for answer in step.answers})) for step in steps}
+    if len(sizes) > 1:
+        raise ConfigError(f"steps of several sizes: {sorted(sizes)} samples and groups", "a run with poisoned samples cannot be replayed")
+    return steps
+
+
+def live_s(step: Step) -> float:
+    """From a step's submission to the publication of the next weights, as the trainer had it."""
+    return step.metrics["seconds"] + step.metrics.get("seconds_publish", 0.0)
+
+
+# ---------------------------------------------------------------- what was, for the simulator's parts
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedLengths:
+    """Answer lengths by step, place of the prompt in its step, and index."""
+
+    cap: int
+    answers: dict[tuple[int, int, int], int]
+
+    def group(self, streams: Streams, step: int, prompt: int, samples: int) -> tuple[int, ...]:
+        return tuple(self.answers[step, prompt, index] for index in range(samples))
+
+
+def _lengths(steps: Sequence[Step]) -> tuple[RecordedLengths, dict[int, frozenset[int]]]:
+    """Lengths by place, with steps counted from 1; and each step's places whose groups were trained."""
+    answers: dict[tuple[int, int, int], int] = {}
+    trained = {}
+    for number, step in enumerate(steps, 1):
+        places = {prompt: place for place, prompt in enumerate(sorted({answer.prompt_index for answer in step.answers}))}
+        for answer in step.answers:
+            answers[number, places[answer.prompt_index], answer.index] = max(1, answer.length)
+        trained[number] = frozenset(places[prompt] for prompt in trained_groups(step))
+    return RecordedLengths(max(step.cap for step in steps), answers), trained
+
+
+def _scenario(config: RunConfig, steps: Sequence[Step], machines: Machines, lengths: RecordedLengths, lives: Sequence[Life]) -> Scenario:
+    first = steps[0].answers
+    groups = len({answer.group_id for answer in first})
+    spec = machines.engines["reserved"]
+    trainer = TrainerSpec(spec.model, spec.gpu, machines.ranks, 1.0, math.inf, math.inf)
+    return Scenario(
+        reserved=spec,
+        reserved_engines=config.reserved.workers,
+        harvested=machines.engines["harvested"],
+        trainer=trainer,
+        lengths=lengths,
+        fleet=Fleet("recorded", math.inf, {"recorded": 1}, {"recorded": 0}, ()),
+        prompts=groups,
+        samples=len(first) // groups,
+        prompt_tokens=max(1, round(sum(answer.prompt_tokens for answer in first) / len(first))),
+        steps=len(steps),
+        max_engines=config.run.max_engines,
+        max_batch=config.engine.max_batch,
+        wake_after_s=config.reserved.wake_after_s,
+        heartbeat_s=HEARTBEAT_S,
+        tick_s=TICK_S,
+    )
+
+
+# ---------------------------------------------------------------- the play
+
+
+@dataclass(slots=True)
+class _Engine:
+    """A recorded engine. `waiting`: what to call when it is ready, should it have been asked to load before."""
+
+    life: Life
+    sim: SimEngine | None = None
+    ready: bool = False
+    waiting: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Due:
+    """Something that happened to an engine, so long after its step began."""
+
+    after_s: float
+    what: str  # "greet" | "ready" | "lost"
+    engine: _Engine
+
+
+@dataclass(slots=True)
+class _Calendar:
+    """What is to happen in each step (from 1). What its step was too short for happens as the next one begins."""
+
+    by_step: dict[int, list[_Due]] = field(default_factory=dict)
+    pending: list[_Due] = field(default_factory=list)
+
+
+class _Site:
+    def __init__(self, recording: Recording, steps: Sequence[Step], machines: Machines, policy: str) -> None:
+        config = config_of(recording)
+        lengths, trained = _lengths(steps)
+        self._steps, self._machines = steps, machines
+        self._sim = Simulation()
+        self._truth = lengths.answers
+        self._scenario = _scenario(config, steps, machines, lengths, recording.lives)
+        maker = policies.named(policy)
+        contender = Contender(policy, lambda: maker(RUN), config.run.harvest, config.reserved.workers > 0, config.reserved.window)
+        self._daemon = Daemon(self._sim, contender.new_policy(), TICK_S, HEARTBEAT_S)
+        self._trainer = RecordedTrainer(
+            self._sim, self._daemon, self._scenario, contender, lambda _version: None, self._step_done, machines, trained
+        )
+        self._engines = [_Engine(life) for life in recording.lives]
+        self._calendar = self._plan()
+        self._alive: list[SimEngine] = []
+        self._played: list[StepOutcome] = []
+
+    def run(self) -> list[StepOutcome]:
+        self._begin(1)
+        self._trainer.open()
+        self._beat()
+        while len(self._played) < len(self._steps):
+            if not self._sim.step():
+                raise SimulationError(f"nothing happens any more at {self._sim.now:g} s, in step {len(self._played) + 1}")
+        return self._played
+
+    def _step_done(self, outcome: StepOutcome) -> None:
+        self._played.append(outcome)
+        if len(self._played) == len(self._steps):
+            self._trainer.stopped = True
+        else:
+            self._begin(len(self._played) + 1)
+
+    def _beat(self) -> None:
+        self._sim.after(HEARTBEAT_S, self._beat, priority=3)
+        for engine in self._alive:
+            engine.beat()
+
+    # ---------------------------------------------------------------- engines
+
+    def _plan(self) -> _Calendar:
+        starts = [step.submitted_at for step in self._steps]
+        calendar = _Calendar()
+
+        def put(at: float, what: str, engine: _Engine) -> None:
+            step = max(1, bisect_right(starts, at))
+            calendar.by_step.setdefault(step, []).append(_Due(max(0.0, at - starts[step - 1]), what, engine))
+
+        for engine in self._engines:
+            life = engine.life
+            put(life.joined_at, "greet", engine)
+            if life.loads:
+                put(life.loads[0].at, "ready", engine)
+            if life.left_at is not None:
+                put(life.left_at, "lost", engine)
+        return calendar
+
+    def _begin(self, step: int) -> None:
+        """A step begins: what is left of the one before happens now, and this one's is scheduled."""
+        left, self._calendar.pending = self._calendar.pending, []
+        for due in left:
+            self._happen(due)
+        coming = sorted(self._calendar.by_step.get(step, ()), key=lambda due: due.after_s)  # stable: greet, ready, lost
+        self._calendar.pending = list(coming)
+        for due in coming:
+            self._sim.after(due.after_s, lambda due=due: self._in_time(due))  # type: ignore[misc]
+
+    def _in_time(self, due: _Due) -> None:
+        if any(due is one for one in self._calendar.pending):
+            self._calendar.pending = [one for one in self._calendar.pending if one is not due]
+            self._happen(due)
+
+    def _happen(self, due: _Due) -> None:
+        engine = due.engine
+        if due.what == "greet":
+            engine.sim = self._start(engine)
+            self._alive.append(engine.sim)
+            engine.sim.greet(self._sim.now)
+        elif due.what == "ready":
+            engine.ready, done = True, engine.waiting
+            if done is not None:
+                engine.waiting = None
+                done()
+        elif engine.sim is not None:
+            engine.sim.leave(engine.life.reason, notice=engine.life.notice)
+
+    def _start(self, engine: _Engine) -> SimEngine:
+        life = engine.life
+        reserved = life.kind == "reserved"
+        key = life.intent_id or f"worker-{life.worker_id}"
+        identity = OWNER if reserved else Identity("worker", f"key-{key}", RUN, key)
+        return SimEngine(
+            self._sim, self._daemon, self._machines.engines[life.kind], Pace(0.0), self._length,
+            lambda _sim, _version, done: self._fetch(engine, done), self._left,
+            kind=life.kind, node=life.node, identity=identity, run=RUN, incarnation=life.incarnation,
+            slot=f"slot-{life.worker_id}" if reserved else "",
+        )  # fmt: skip
+
+    def _fetch(self, engine: _Engine, done: Callable[[], None]) -> None:
+        """Its first weights are there when they were; later ones after what that usually takes."""
+        if engine.ready:
+            self._sim.after(self._machines.load_s[engine.life.kind], done)
+        else:
+            engine.waiting = done
+
+    def _left(self, engine: SimEngine) -> None:
+        self._alive = [one for one in self._alive if one is not engine]
+
+    def _length(self, key: SampleKey) -> int:
+        return self._truth[key.step, key.prompt, key.index]

@@ -1,0 +1,102 @@
+"""What engines and the trainer say of themselves reaches the policy: cache, plateau, toggles, how far the step is trained."""
+
+from __future__ import annotations
+
+import math
+
+from scavenger.router.forecast import PRIOR_TOGGLE_S, Forecast
+from scavenger.router.policy import RunView, StepFinished, StepSubmitted, Toggled, TrainedGroups, WorkerReady
+from scavenger.wire import (
+    Asleep,
+    Heartbeat,
+    Held,
+    Ping,
+    SetReserved,
+    Trained,
+    WeightsLoaded,
+    decode_to_daemon,
+    encode,
+)
+from tests.router.harness import Bench, root, specs
+from tests.router.test_policy import Told
+
+
+def started(policy: Told) -> Bench:
+    bench = Bench()
+    bench.router.core.new_policy = lambda _run: policy
+    bench.open()
+    bench.publish()
+    return bench
+
+
+def facts(policy: Told, kind: type) -> list[object]:
+    return [fact for fact in policy.facts if isinstance(fact, kind)]
+
+
+def test_an_engine_s_cache_and_plateau_are_seen_with_its_first_weights() -> None:
+    policy = Told()
+    bench = started(policy)
+    bench.join(11)
+    bench.say(11, WeightsLoaded(1, root(1), cache_tokens=4096, best_batch=3))
+    seen: list[RunView] = []
+    policy.place = lambda view, now: seen.append(view) or ()  # type: ignore[method-assign, func-returns-value]
+    bench.submit(groups=specs(1))
+    (worker,) = seen[-1].workers
+    assert (worker.cache_tokens, worker.best_batch) == (4096, 3)
+
+
+def test_a_message_of_the_release_before_says_nothing_of_them_and_is_understood() -> None:
+    old = encode(WeightsLoaded(1, b"root")).replace(b"\xaccache_tokens\x00", b"").replace(b"\xaabest_batch\x00", b"")
+    assert b"cache_tokens" not in old
+    patched = bytes([old[0] - 2]) + old[1:]  # a map of two entries less
+    assert decode_to_daemon(patched) == WeightsLoaded(1, b"root", cache_tokens=0, best_batch=0)
+
+
+def test_toggles_are_measured_from_being_told_and_by_the_engine() -> None:
+    policy = Told()
+    bench = started(policy)
+    bench.join(11, kind="reserved")
+    bench.submit(groups=specs(1))
+    bench.call(SetReserved(False))
+    bench.now += 1.5
+    bench.say(11, Asleep())
+    bench.call(SetReserved(True))
+    held = tuple(Held(lease.sample_id, lease.epoch, 0) for lease in bench.leases(11))
+    bench.say(11, Heartbeat(held, 1, 1, wake_s=2.5))
+    bench.say(11, Heartbeat(held, 2, 1, wake_s=2.5))
+    assert facts(policy, Toggled) == [Toggled(1, False, 1.5), Toggled(1, True, 2.5)], "a heartbeat repeats what was said before"
+
+
+def test_how_far_a_step_is_trained_is_told_once_for_each_round() -> None:
+    policy = Told()
+    bench = started(policy)
+    bench.submit(groups=specs(2))
+    for body in (Ping(), Ping(trained=Trained(1, 1, 40, 0.5)), Ping(trained=Trained(1, 1, 40, 0.5)), Ping(trained=Trained(7, 1, 9, 0.1))):
+        bench.call(body)
+    assert facts(policy, TrainedGroups) == [TrainedGroups(1, 1, 40, 0.5)], "step 7 is not under way"
+
+
+def test_an_engine_that_was_there_before_the_daemon_restarted_does_not_start_again() -> None:
+    policy = Told()
+    bench = started(policy)
+    bench.hello(11, loaded=1)
+    bench.publish(2)
+    bench.now += 100.0
+    bench.say(11, WeightsLoaded(2, root(2)))
+    assert [fact.first for fact in facts(policy, WorkerReady) if isinstance(fact, WorkerReady)] == [False]
+
+
+def test_the_forecast_takes_the_later_of_engines_and_trainer_and_knows_the_cap_from_the_first_step() -> None:
+    forecast = Forecast()
+    assert (forecast.sleep_s, forecast.wake_s) == (PRIOR_TOGGLE_S, PRIOR_TOGGLE_S)
+    for step in range(1, 60):
+        forecast.observe(StepSubmitted(step, "train", 8, 2, 64), 10.0 * step)
+        forecast.observe(Toggled(1, False, 0.2), 10.0 * step + 1)
+        forecast.observe(Toggled(1, True, 0.4), 10.0 * step + 2)
+        forecast.observe(StepFinished(step, "train", {"seconds": 9.0}), 10.0 * step + 9)
+    assert math.isclose(forecast.sleep_s, 0.2, rel_tol=0.2)
+    assert math.isclose(forecast.wake_s, 0.4, rel_tol=0.2)
+    forecast.observe(StepFinished(60, "train", {"seconds": 9.0, "seconds_to_training": 3.0}), 700.0)
+    assert math.isclose(forecast.sleep_s, 3.0, rel_tol=0.01)
+    assert forecast.lengths is not None
+    assert forecast.lengths.cap == 64

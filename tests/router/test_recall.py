@@ -1,0 +1,84 @@
+"""What a restarted daemon's policy learns from the ledger is what it had learned from the facts."""
+
+from __future__ import annotations
+
+import pytest
+
+from scavenger.ledger.recording import Answer, Flush, Life, Load, Recording, Span, Step
+from scavenger.router.forecast_lengths import Belief
+from scavenger.router.policy import EngineProgress, SampleFinished, StepFinished, StepSubmitted, WorkerJoined, WorkerLost, WorkerReady
+from scavenger.router.predictive import Predictive
+from scavenger.router.recall import LEAST_S, facts, rates, teach
+
+STEP_S = 0.1  # of the engine that is played
+LENGTHS = (10, 10, 30)
+
+
+def played() -> Recording:
+    """One engine decodes three samples in one step: two of 10 tokens, one of 30, with prompts of 5; a token every `STEP_S` each."""
+    flushes = [
+        Flush(sample, 1, position - 1, 1, 100.0 + STEP_S * position)
+        for sample, length in enumerate(LENGTHS)
+        for position in range(1, length + 1)
+    ]
+    spans = [Span(sample, 1, 1, 0, length, 100.0, 100.0 + STEP_S * length) for sample, length in enumerate(LENGTHS)]
+    answers = tuple(
+        Answer(sample, sample // 2, sample // 2, sample % 2, 5, length, "stop", "consumed", 1, 100.0 + STEP_S * length)
+        for sample, length in enumerate(LENGTHS)
+    )
+    metrics = {"seconds": 4.0, "seconds_train": 0.5}
+    life = Life(1, "harvested", "job", 0, "n1", 1, 90.0, 110.0, True, True, "SIGTERM", (Load(97.0, 1, 0.1, 0.2), Load(105.0, 2, 0.1, 0.2)))
+    flushes.sort(key=lambda flush: flush.at)
+    return Recording("r", "{}", "{}", (Step(1, 40, 100.0, 104.0, metrics, answers),), (life,), tuple(spans), tuple(flushes))
+
+
+def test_rates_are_tokens_over_the_time_in_which_the_batch_was_held() -> None:
+    found = rates(played())
+    assert sum(rate.tokens for rate in found) == sum(LENGTHS)
+    assert all(rate.seconds >= LEAST_S for rate in found)
+    assert [round(rate.batch) for rate in found] == [3, 1]
+    for rate in found:
+        assert rate.seconds * rate.batch / rate.tokens == pytest.approx(STEP_S, rel=0.02)
+    assert found[0].context == pytest.approx(3 * (5 + 5), rel=0.15), "prompts and half of what was generated meanwhile"
+
+
+def test_an_engine_that_waits_for_work_is_not_slow() -> None:
+    played_once = played()
+    later = tuple(Span(s.sample_id + 10, 1, 1, 0, s.end_len, s.granted_at + 1000, (s.ended_at or 0) + 1000) for s in played_once.spans)
+    flushes = tuple(Flush(f.sample_id + 10, 1, f.start_len, 1, f.at + 1000) for f in played_once.flushes)
+    twice = Recording("r", "{}", "{}", (), (), (*played_once.spans, *later), (*played_once.flushes, *flushes))
+    assert [round(rate.seconds, 6) for rate in rates(twice)] == [round(rate.seconds, 6) for rate in rates(played_once)] * 2
+
+
+def test_facts_come_in_the_order_in_which_they_became_known() -> None:
+    known = facts(played())
+    assert [at for at, _ in known] == sorted(at for at, _ in known)
+    kinds = [type(fact) for _, fact in known if not isinstance(fact, EngineProgress)]
+    assert kinds == [
+        WorkerJoined, WorkerReady, StepSubmitted, SampleFinished, SampleFinished, SampleFinished, StepFinished, WorkerReady, WorkerLost,
+    ]  # fmt: skip
+    ready = [fact for _, fact in known if isinstance(fact, WorkerReady)]
+    assert [(fact.first, fact.start_s) for fact in ready] == [(True, 7.0), (False, 15.0)]
+
+
+def test_a_policy_that_is_taught_has_learned_lengths_speed_trainer_starts_and_lives() -> None:
+    policy, fresh = Predictive("r"), Predictive("r")
+    recording = played()
+    assert teach(policy, recording) == len(facts(recording))
+    forecast = policy.forecast
+    assert forecast.curve("harvested", 1).step_s(2, 40) == pytest.approx(STEP_S, rel=0.1)
+    assert forecast.lengths is not None
+    assert 10 <= forecast.lengths.table().expected(Belief(), 0) <= 30
+    assert forecast.start.value < fresh.forecast.start.value
+    assert forecast.train.value(0.0) == pytest.approx(0.5 / (sum(LENGTHS) + 15 + 1000), rel=0.01)
+    assert forecast.last is not None
+    assert forecast.last.step == 1
+    assert forecast.survival.lives() == 1
+
+
+def test_a_step_under_way_is_begun_and_not_finished() -> None:
+    recording = played()
+    (step,) = recording.steps
+    under_way = Step(1, 40, step.submitted_at, None, {}, (*step.answers[:2], Answer(2, 1, 1, 0, 5, 12, "", "open", 1, None)))
+    known = facts(Recording("r", "{}", "{}", (under_way,), (), (), ()))
+    assert [type(fact) for _, fact in known] == [StepSubmitted, SampleFinished, SampleFinished]

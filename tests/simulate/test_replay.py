@@ -1,0 +1,128 @@
+"""A recorded run of the demo is played again: its step times come out within the goal, from machines fitted to other steps."""
+
+from __future__ import annotations
+
+import gzip
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from scavenger.cli_simulate import app
+from scavenger.errors import ConfigError
+from scavenger.ledger import experience, store
+from scavenger.ledger.recording import Recording, Step
+from scavenger.simulate.replay import Replay, live_s, replay, whole_steps
+from scavenger.simulate.replay_fit import fit, trained_groups
+
+DATA = Path(__file__).parents[1] / "data/simulate/demo_ledger.gz"
+GOAL = 0.20
+
+
+@pytest.fixture(scope="module")
+def ledger(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve steps of 6 prompts x 4 answers on the local backend, others taking GPUs; tokens and keys are blanked."""
+    path = tmp_path_factory.mktemp("replay") / "ledger.sqlite3"
+    path.write_bytes(gzip.decompress(DATA.read_bytes()))
+    store.upgrade(f"sqlite:///{path}")
+    return path
+
+
+@pytest.fixture(scope="module")
+def recording(ledger: Path) -> Recording:
+    engine = store.open_readonly(f"sqlite:///{ledger}")
+    try:
+        return experience.read(engine, "demo")
+    finally:
+        engine.dispose()
+
+
+@pytest.fixture(scope="module")
+def played(recording: Recording) -> Replay:
+    return replay(recording)
+
+
+def slower(recording: Recording, name: str, factor: float) -> Recording:
+    """The same run with one of the trainer's figures multiplied, in the fitted steps only."""
+    steps = [
+        msgspec.structs.replace(step, metrics={**step.metrics, name: factor * step.metrics[name]}) if at % 2 == 0 else step
+        for at, step in enumerate(recording.steps)
+    ]
+    return msgspec.structs.replace(recording, steps=tuple(steps))
+
+
+def test_the_step_times_of_a_live_run_are_predicted_within_the_goal(played: Replay) -> None:
+    assert len(played.pairs) == 12
+    assert [pair.fitted for pair in played.pairs[:4]] == [True, False, True, False]
+    assert played.policy == "predictive"
+    assert played.median_error <= GOAL
+    assert abs(played.total_error) <= GOAL
+    assert played.median_error < played.guess_error, "it knows more than a mean"
+
+
+def test_only_the_fitted_steps_say_what_machines_cost(recording: Recording, played: Replay) -> None:
+    """The steps that are predicted may say what they like of themselves: the play does not change."""
+    steps = tuple(
+        step if at % 2 == 0 else msgspec.structs.replace(step, metrics={**step.metrics, "seconds": 1e3, "seconds_train": 1e3})
+        for at, step in enumerate(recording.steps)
+    )
+    lied = replay(msgspec.structs.replace(recording, steps=steps))
+    assert [pair.played_s for pair in lied.pairs] == [pair.played_s for pair in played.pairs]
+    assert lied.median_error > 0.5, "and the error says so"
+
+
+def test_machines_that_cost_more_make_longer_steps(recording: Recording, played: Replay) -> None:
+    longer = replay(slower(recording, "seconds_update", 10.0))
+    extra = 9 * played.machines.update_s
+    for pair, before in zip(longer.pairs[1:], played.pairs[1:], strict=True):
+        assert pair.played_s == pytest.approx(before.played_s + extra, abs=0.6)
+
+
+def test_no_play_is_shorter_than_its_longest_answer_and_its_training(recording: Recording, played: Replay) -> None:
+    spec = played.machines.engines["harvested"]
+    for pair, step in zip(played.pairs, whole_steps(recording), strict=True):
+        longest = max(answer.length for answer in step.answers)
+        assert pair.played_s >= longest * spec.step_s(1, 1.0) * 0.99 + played.machines.update_s
+
+
+def test_the_fit_reads_the_trainer_s_own_figures(recording: Recording) -> None:
+    steps = whole_steps(recording)
+    machines = fit(recording, {steps[0].step})
+    (first,) = [step for step in steps if step.step == steps[0].step]
+    tokens = sum(a.length + a.prompt_tokens for a in first.answers if a.prompt_index in trained_groups(first))
+    assert machines.train_token_s == pytest.approx(first.metrics["seconds_train"] / tokens)
+    assert machines.update_s == pytest.approx(first.metrics["seconds_update"])
+    assert machines.ranks == 2
+    assert live_s(first) == pytest.approx(first.metrics["seconds"] + first.metrics["seconds_publish"])
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (lambda r: msgspec.structs.replace(r, steps=r.steps[:3]), "3 whole steps"),
+        (lambda r: msgspec.structs.replace(r, flushes=()), "0 stretches of work"),
+        (lambda r: msgspec.structs.replace(r, steps=(shorter(r.steps[0]), *r.steps[1:])), "steps of several sizes"),
+        (lambda r: msgspec.structs.replace(r, steps=tuple(msgspec.structs.replace(s, metrics={}) for s in r.steps)), "'seconds_train'"),
+    ],
+)
+def test_a_recording_that_tells_too_little_is_refused_with_its_reason(recording: Recording, change: object, what: str) -> None:
+    assert callable(change)
+    with pytest.raises(ConfigError, match=what):
+        replay(change(recording))
+
+
+def shorter(step: Step) -> Step:
+    return msgspec.structs.replace(step, answers=step.answers[:-1])
+
+
+def test_the_command_prints_each_step_and_the_error(ledger: Path, played: Replay) -> None:
+    done = CliRunner().invoke(app, ["replay", str(ledger)])
+    assert done.exit_code == 0, done.output
+    assert f"{played.median_error:.1%}" in done.output
+    assert f"{played.pairs[3].played_s:.2f}" in done.output
+
+
+def test_a_pair_s_error_is_relative_to_what_was(played: Replay) -> None:
+    assert replace(played.pairs[0], live_s=10.0, played_s=12.0).error == pytest.approx(0.2)
