@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace as again
 
 from scavenger.router.forecast_speed import Curve
 from scavenger.router.offload import Load, Price, Running, Shift, drains, lease_bound, merge, rebalance
@@ -26,7 +27,7 @@ def after(loads: list[Load], shifts: list[Shift]) -> list[Load]:
     held = {one.worker_id: {s.sample_id: s for s in one.samples} for one in loads}
     for shift in shifts:
         sample = held[shift.source].pop(shift.sample_id)
-        held[shift.target][shift.sample_id] = replace(sample, left=sample.left | {shift.source})
+        held[shift.target][shift.sample_id] = again(sample, left=sample.left | {shift.source})
     return [replace(one, samples=tuple(held[one.worker_id].values())) for one in loads]
 
 
@@ -72,7 +73,7 @@ def test_what_is_done_before_the_step_can_end_is_not_hurried() -> None:
 def test_fixed_samples_full_engines_and_closed_ones_are_respected() -> None:
     many = [4000.0] * 20
     fixed = load(1, *many)
-    fixed = replace(fixed, samples=tuple(replace(s, fixed=True) for s in fixed.samples))
+    fixed = replace(fixed, samples=tuple(again(s, fixed=True) for s in fixed.samples))
     assert rebalance([fixed, load(2)], PRICE) == []
     assert rebalance([load(1, *many), load(2, 10, 10, limit=2)], PRICE) == []
     assert rebalance([load(1, *many), load(2, takes=False)], PRICE) == []
@@ -129,7 +130,7 @@ def test_whatever_the_forecasts_do_no_sample_goes_back(loads: list[Load], seed: 
     visited = {s.sample_id: {one.worker_id} for one in loads for s in one.samples}
     for _ in range(10):
         seen = [
-            replace(one, samples=tuple(replace(s, rest=s.rest * rng.uniform(1 - error, 1 + error)) for s in one.samples)) for one in loads
+            replace(one, samples=tuple(again(s, rest=s.rest * rng.uniform(1 - error, 1 + error)) for s in one.samples)) for one in loads
         ]
         shifts = rebalance(seen, PRICE)
         for shift in shifts:
@@ -144,7 +145,7 @@ def test_engines_that_are_level_stay_so_while_forecasts_err_by_less_than_half_th
     rng = random.Random(seed)
     loads = [load(i, *(4000.0 + 10 * j for j in range(count))) for i in range(1, engines + 1)]
     for _ in range(5):
-        seen = [replace(one, samples=tuple(replace(s, rest=s.rest * rng.uniform(0.975, 1.025)) for s in one.samples)) for one in loads]
+        seen = [replace(one, samples=tuple(again(s, rest=s.rest * rng.uniform(0.975, 1.025)) for s in one.samples)) for one in loads]
         assert rebalance(seen, PRICE) == []
 
 
