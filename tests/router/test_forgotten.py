@@ -19,6 +19,6 @@ def test_a_committed_step_s_samples_are_freed_without_the_collector() -> None:
     try:
         bench = consumed_step()
         assert len(bench.router.core.samples) == 0
-        assert alive() == before
+        assert alive() <= before, "others may end meanwhile"
     finally:
         gc.enable()
