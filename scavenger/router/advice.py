@@ -25,7 +25,10 @@ def placements(core: Core, run: Run) -> list[Placement]:
     if not run.queue or run.stopped or run.ended:
         return []
     view = LiveView(core, run)
-    if not any(slot.leases < slot.max_batch for slot in view.slots()):
+    for slot in view.slots():
+        if slot.leases < slot.max_batch:
+            break
+    else:
         return []
     answers = run.policy.place(view, core.now)
     if not answers:

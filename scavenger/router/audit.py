@@ -62,6 +62,9 @@ def _check_run(core: Core, run: Run) -> None:
         return
     sizes = runs.fleet_sizes(run)
     assert run.restated or run.sizes == sizes, f"run {run.id}: its fleet is counted as {run.sizes}, and is {sizes}"
+    if run.serving is not None and not run.restated:
+        version, serving = run.serving
+        assert serving == [w for w in run.workers.values() if sm.servable(w, version)], f"run {run.id}: who serves version {version}"
     if isinstance(run.policy, Standard):  # others may hold samples back
         assert not advice.placements(core, run), f"run {run.id}: samples could be placed and were not"
     wanted = sm.target_version(run)

@@ -222,8 +222,9 @@ class LengthForecast:
         """
         done = [self._prior[j] + self._past[j] + self._now[j] for j in range(len(self._prior))]
         passed = [0.0] * len(done)
+        edges = self.edges
         for length in running:
-            passed[min(bisect_left(self.edges, length), len(self.edges))] += 1.0
+            passed[bisect_left(edges, length)] += 1.0
         at_risk = sum(done) + sum(passed)
         left, scores = 1.0, []
         for j in range(len(self.edges)):

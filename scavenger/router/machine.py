@@ -101,8 +101,12 @@ class Router:
             if run.ended or not (run.dirty or run.stirred or timed or everything):
                 continue
             fleet = run.dirty or everything
+            if fleet or timed or run.restated:
+                run.serving = None
             if fleet or run.stirred:
                 self._steer_idle(run, anyway=fleet)
+                if run.restated:
+                    run.serving = None
             if fleet or run.stirred or run.queue:
                 advice.place_queued(self.core, run)
             self._ask(run, fleet=fleet, timed=timed)
@@ -189,11 +193,14 @@ class Router:
         audit.check(self.core)
 
 
+#: The frequent events, whose few consequences mark the run themselves.
+_QUIET = frozenset({Committed, Tick, Heard})
+_QUIET_WORDS = frozenset({Chunks, Heartbeat, Yielded, WeightsLoaded, Ping})
+
+
 def _may_change_anything(event: RouterEvent) -> bool:
-    """False for the frequent events, whose few consequences mark the run themselves."""
-    match event:
-        case WorkerSaid(message=message):
-            return not isinstance(message, Chunks | Heartbeat | Yielded | WeightsLoaded)
-        case TrainerCalled(call=call):
-            return not isinstance(call.body, Ping)
-    return not isinstance(event, Committed | Tick | Heard)
+    if isinstance(event, WorkerSaid):
+        return type(event.message) not in _QUIET_WORDS
+    if isinstance(event, TrainerCalled):
+        return type(event.call.body) not in _QUIET_WORDS
+    return type(event) not in _QUIET

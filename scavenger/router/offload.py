@@ -84,10 +84,10 @@ class _Work:
     def __init__(self, load: Load) -> None:
         self.load = load
         self.samples = {s.sample_id: s for s in load.samples}
-        self.work_s = sum(load.curve.work_s(s.have, s.rest) for s in load.samples)
-        self.context = sum(s.have + s.rest / 2 for s in load.samples)
+        self.work_s = sum([load.curve.work_s(s.have, s.rest) for s in load.samples])
+        self.context = sum([s.have + s.rest / 2 for s in load.samples])
         self.extra_s = 0.0
-        self.longest = max((s.rest for s in load.samples), default=0.0)
+        self.longest = max([s.rest for s in load.samples], default=0.0)
 
     @property
     def drain_s(self) -> float:

@@ -347,21 +347,22 @@ class Predictive:
     def _loads(self, picture: Picture, now: float) -> list[offload.Load]:
         expected = picture.expected
         closes = self._plan is not None and self._plan.awake and self._plan.close_after_s < OPEN_LEAST_S
+        left, nowhere = self._left, frozenset[int]()
         settled = now - self.settings.every_s  # what was leased since stays: its prefill is not even paid back
         loads = []
         for worker in picture.workers:
             if not worker.serves:
                 continue
-            running = tuple(
+            running = tuple([
                 offload.Running(
                     s.id,
                     s.prompt_tokens + s.length,
                     expected[s.id],
-                    fixed=s.moving or (s.moves > 0 and s.leased_at > settled),
-                    left=self._left.get(s.id, frozenset()),
+                    s.moving or (s.moves > 0 and s.leased_at > settled),
+                    left.get(s.id, nowhere),
                 )
                 for s in picture.held.get(worker.id, ())
-            )
+            ])  # fmt: skip
             takes = worker.id not in self._retired and not (closes and worker.kind == "reserved")
             loads.append(offload.Load(worker.id, worker.node, picture.curve(worker), worker.max_batch, running, True, takes))
         return loads

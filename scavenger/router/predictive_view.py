@@ -7,6 +7,7 @@ length each, with the spread and the maximum of the whole set: when the step end
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -35,7 +36,7 @@ class GroupState:
     done_tokens: float = 0.0
 
     def key(self) -> Group:
-        return Group(tuple(self.finished), tuple(sample.length for sample in self.running))
+        return Group(tuple(self.finished), tuple([sample.length for sample in self.running]))
 
 
 class Picture:
@@ -49,19 +50,24 @@ class Picture:
         self._known = beliefs
         self.groups: dict[int, GroupState] = {}
         self.held: dict[int, list[SampleView]] = {}
-        cap = 1
+        groups, held, cap = self.groups, self.held, 1
         for sample in view.samples:
-            group = self.groups.get(sample.group_id)
+            group = groups.get(sample.group_id)
             if group is None:
-                group = self.groups[sample.group_id] = GroupState()
+                group = groups[sample.group_id] = GroupState()
             if sample.done:
                 group.finished.append(sample.length)
                 group.done_tokens += sample.length + sample.prompt_tokens
                 continue
-            cap = max(cap, sample.cap)
+            if sample.cap > cap:
+                cap = sample.cap
             group.running.append(sample)
-            if sample.worker_id:
-                self.held.setdefault(sample.worker_id, []).append(sample)
+            worker_id = sample.worker_id
+            if worker_id:
+                if worker_id in held:
+                    held[worker_id].append(sample)
+                else:
+                    held[worker_id] = [sample]
         self._cap = cap
         self.reserved = [w for w in self.workers if w.kind == "reserved"]
         self.harvested = [w for w in self.workers if w.kind != "reserved"]
@@ -71,7 +77,7 @@ class Picture:
         lengths = self._forecast.lengths
         if lengths is None or (self._cap > 1 and lengths.cap != self._cap):
             lengths = self._forecast.capped(self._cap)
-        return lengths.table(sample.length for group in self.groups.values() for sample in group.running if sample.length)
+        return lengths.table([sample.length for group in self.groups.values() for sample in group.running if sample.length])
 
     @cached_property
     def expected(self) -> dict[int, float]:
@@ -112,14 +118,18 @@ class Picture:
 
     def _belief(self, group_id: int, group: GroupState) -> Belief:
         """Solved again when a sibling finished, or one has grown by about a quarter."""
-        grown = tuple([_octave(s.length) for s in group.running])
-        stamp = (len(group.finished), grown, round(self.table.correlation, 2))
+        octaves = _octaves(self._cap)
+        stamp = (len(group.finished), tuple([octaves[s.length] for s in group.running]), self._likeness)
         known = self._known.get(group_id)
         if known is not None and known[0] == stamp:
             return known[1]
         belief = self.table.belief(group.key())
         self._known[group_id] = (stamp, belief)
         return belief
+
+    @cached_property
+    def _likeness(self) -> float:
+        return round(self.table.correlation, 2)
 
     # ---------------------------------------------------------------- engines
 
@@ -156,11 +166,11 @@ class Picture:
     def situation(self, trained_tokens: float, imputed: bool = True) -> Situation:
         """The step under way. `trained_tokens`: about how much of the whole groups was trained already."""
         rests = self.imputed if imputed else self.expected
-        samples = tuple(
+        samples = tuple([
             Outstanding(sample.prompt_tokens + sample.length, rests[sample.id], group_id)
             for group_id, group in self.groups.items()
             for sample in group.running
-        )
+        ])  # fmt: skip
         reserved, harvested = self.reserved, self.harvested
         serving = [w for w in harvested if w.serves]
         like = harvested or reserved
@@ -191,6 +201,12 @@ def _octave(length: int) -> int:
     """Grows by one each time that a length grows by about a quarter."""
     bits = max(length.bit_length(), 7)
     return bits * 4 + (length >> (bits - 3))
+
+
+@functools.cache
+def _octaves(cap: int) -> tuple[int, ...]:
+    """Of each length up to the cap: looked up for every sample at every look at a step."""
+    return tuple(_octave(length) for length in range(cap + 1))
 
 
 def whole_step(table: Table, forecast: Forecast, samples: int, groups: int, reserved: Pool, harvested: Pool, costs: Costs) -> Situation:

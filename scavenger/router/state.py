@@ -200,6 +200,7 @@ class Run:
     dirty: bool = True  # something changed that may let a worker load, or a sample be placed
     stirred: bool = True  # the same, but only samples changed, and no worker
     recount: bool = True  # its fleet's sizes may have changed
+    serving: tuple[int, list[Worker]] | None = None  # version and who serves it, until a worker is another
     restated: list[Worker] = field(default_factory=list)  # workers that one by one took another status since these were counted
     target: int = -1  # version that idle workers were last asked for
     idled: list[Worker] = field(default_factory=list)  # workers whose last lease ended since
@@ -410,18 +411,27 @@ class Core:
 
     def finish_event(self) -> list[RouterAction]:
         """Close the event: hand out its actions, keep what waits for its commit."""
-        actions = self._sends
+        actions, self._sends = self._sends, []
         if self._records:
             self._ticket += 1
-            actions = [Write(self._ticket, tuple(self._records)), *actions]
-        if self._ticket > self._settled:
+            actions.insert(0, Write(self._ticket, tuple(self._records)))
+            self._records = []
+            self._ends.clear()
+        if self._ticket <= self._settled:  # all that was ever written is durable
+            if self._waiting:
+                actions += self._waiting
+                self._waiting = []
+            self._lengths, self._grants = [], []
+            return actions
+        if self._waiting:
             self._deferred.setdefault(self._ticket, []).extend(self._waiting)
+            self._waiting = []
+        if self._lengths:
             self._awaiting.setdefault(self._ticket, []).extend(self._lengths)
+            self._lengths = []
+        if self._grants:
             self._granted.setdefault(self._ticket, []).extend(self._grants)
-        else:  # all that was ever written is durable
-            actions = [*actions, *self._waiting]
-        self._records, self._sends, self._waiting, self._lengths, self._grants = [], [], [], [], []
-        self._ends.clear()
+            self._grants = []
         return actions
 
     def settle(self, ticket: int) -> list[tuple[Sample, int]]:

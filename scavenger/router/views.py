@@ -11,7 +11,7 @@ from functools import cached_property
 from scavenger.router import samples as sm
 from scavenger.router.placement import Slots, Waiting
 from scavenger.router.policy import SampleView, StepView, WorkerView
-from scavenger.router.state import Core, Run, Sample, SampleStatus, Worker, WorkerStatus
+from scavenger.router.state import Core, Run, Sample, SampleStatus, Worker
 
 #: Since this protocol a worker gives a lease back when asked, with all that it generated.
 YIELDS = 3
@@ -111,7 +111,10 @@ class LiveView:
     def _slots(self) -> Sequence[Slots]:
         most = self.max_batch
         version = self.version
-        return [_slots_of(w, most) for w in self._run.workers.values() if w.status is WorkerStatus.READY and sm.servable(w, version)]
+        run = self._run
+        if run.serving is None or run.serving[0] != version:
+            run.serving = version, [w for w in run.workers.values() if sm.servable(w, version)]
+        return [w.slots if w.slots is not None and w.slots.max_batch == most else _slots_of(w, most) for w in run.serving[1]]
 
     def _worker(self, worker: Worker) -> WorkerView:
         return WorkerView(
@@ -135,9 +138,7 @@ class LiveView:
 
 
 def _slots_of(worker: Worker, most: int) -> Slots:
-    slots = worker.slots
-    if slots is None or slots.max_batch != most:
-        slots = worker.slots = Slots(worker.id, len(worker.leases), most, worker.node)
+    slots = worker.slots = Slots(worker.id, len(worker.leases), most, worker.node)
     return slots
 
 
