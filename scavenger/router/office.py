@@ -123,7 +123,14 @@ class Office:
         self._store.trim()
 
     def _has_room(self, action: Send | Fill) -> bool:
-        return not isinstance(action.message, GroupDone) or self.deliveries.room(action.conn) or not self._connected(action.conn)
+        if not isinstance(action.message, GroupDone) or not self._connected(action.conn):
+            return True
+        return self.deliveries.room(action.conn, self.run_of(action.message))
+
+    def run_of(self, message: GroupDone) -> int:
+        """Whose group this is; 0 when it was forgotten."""
+        group = self._core.groups.get(message.group_id)
+        return group.run.id if group is not None else 0
 
     def _lacks(self, action: Send | Fill) -> dict[int, int]:
         if isinstance(action, Send) or not self._connected(action.conn):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from scavenger.ledger import records as rec
 from scavenger.router.policy import SampleFinished
-from scavenger.router.state import REFUSALS_TOLD, Core, Group, Run, Sample, SampleStatus, Worker, WorkerStatus
+from scavenger.router.state import Core, Group, Run, Sample, SampleStatus, Worker, WorkerStatus
 from scavenger.wire import Ack, Assign, Chunk, DoneSample, GroupDone, Held, Lease, Revoke, RunStopped
 
 ASSIGN_BYTES = 4 * 1024 * 1024
@@ -102,7 +102,7 @@ def _resent(core: Core, worker: Worker, sample: Sample, chunk: Chunk) -> Chunk |
     cut_short = chunk.finish is not None and chunk.offset + known < sample.accepted
     if cut_short or not core.payloads.same(sample.id, chunk, known):
         why = "a resend differs from what was accepted"
-        core.event("resend_differs", worker.run.id, f"sample {sample.id}", why, offset=chunk.offset)
+        core.peer_event(worker, "resend_differs", f"sample {sample.id}", why, offset=chunk.offset)
         core.send(worker.conn, Revoke(((sample.id, sample.epoch),), why))
         release(core, sample, "resend differs", crashed=True)
         return None
@@ -137,11 +137,8 @@ def refuse_chunk(core: Core, worker: Worker, chunk: Chunk, sample: Sample | None
         core.send(worker.conn, Ack((Held(sample.id, sample.epoch, sample.durable),)))  # a resend of what is complete
         return
     worker.refused += 1
-    if worker.refused <= REFUSALS_TOLD or worker.refused % REFUSALS_TOLD == 0:  # one worker must not fill the ledger with its refusals
-        detail = {"worker": worker.id, "epoch": chunk.epoch, "offset": chunk.offset, "refused_so_far": worker.refused}
-        core.event("chunk_refused", worker.run.id, f"sample {chunk.sample_id}", fault.reason, **detail)
-    else:
-        core.count("chunk_refused")
+    detail = {"worker": worker.id, "epoch": chunk.epoch, "offset": chunk.offset, "refused_so_far": worker.refused}
+    core.peer_event(worker, "chunk_refused", f"sample {chunk.sample_id}", fault.reason, **detail)
     core.send(worker.conn, Revoke(((chunk.sample_id, chunk.epoch),), fault.reason))
     mine = sample is not None and sample.worker_id == worker.id and sample.epoch == chunk.epoch
     if sample is not None and mine and sample.status is SampleStatus.LEASED:

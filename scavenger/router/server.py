@@ -339,7 +339,8 @@ class Server:
             self._routes.pop(conn, None)
         elif taken and isinstance(frame, zmq.Frame):
             tracker = frame.tracker
-            self.office.deliveries.sent(conn, len(body), lambda: bool(tracker.done))
+            run = self.office.run_of(message) if isinstance(message, wire.GroupDone) else 0
+            self.office.deliveries.sent(conn, len(body), lambda: bool(tracker.done), run)
         return taken is not False
 
     def _push(self, routing_id: bytes, frame: bytes | zmq.Frame) -> bool | None:

@@ -399,6 +399,13 @@ class Core:
         self.count(kind)
         self.record(rec.Event(kind, run_id, subject, reason, msgspec.json.encode(detail).decode(), self.now))
 
+    def peer_event(self, peer: Worker, kind: str, subject: str, reason: str, **detail: Any) -> None:
+        """An event that a worker can cause as often as it likes: of each kind and key the first ones are written down, then each 100th."""
+        if self.told(f"{peer.intent_id or peer.run.owner_key} {kind}"):
+            self.event(kind, peer.run.id, subject, reason, **detail)
+        else:
+            self.count(kind)
+
     def told(self, public_key: str) -> bool:
         """Count nonsense of a key. Whether to write it down: one key must not fill the ledger."""
         so_far = self.nonsense[public_key] = self.nonsense.get(public_key, 0) + 1

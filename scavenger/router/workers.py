@@ -216,7 +216,7 @@ def _resume_leases(core: Core, worker: Worker, held: tuple[Held, ...], *, foreig
     stale = tuple((h.sample_id, h.epoch) for h in held if h not in may)
     if stale:
         why = "it was leased in another history of the ledger" if foreign else "the sample moved on while the worker was away"
-        core.event("stale_leases", worker.run.id, f"worker {worker.id}", why, count=len(stale))
+        core.peer_event(worker, "stale_leases", f"worker {worker.id}", why, count=len(stale))
         core.send_durable(worker.conn, Revoke(stale, "the sample moved on"))
     durable = tuple(Held(h.sample_id, h.epoch, core.samples[h.sample_id].durable) for h in may)
     if durable:
@@ -251,7 +251,7 @@ def said(core: Core, conn: int, message: object, faults: Mapping[int, str] | Non
     if worker.suspect:
         worker.suspect = False
         worker.run.dirty = True
-        core.event("worker_back", worker.run.id, f"worker {worker.id}", "heard again before it was given up")
+        core.peer_event(worker, "worker_back", f"worker {worker.id}", "heard again before it was given up")
     match message:
         case Chunks(chunks=chunks):
             for at, chunk in enumerate(chunks):
@@ -363,7 +363,7 @@ def _reconcile_orders(core: Core, worker: Worker, beat: Heartbeat) -> None:
 def _loaded(core: Core, worker: Worker, message: WeightsLoaded, version: int) -> None:
     known = worker.run.versions.get(version)
     if known is None or known.root != message.root:
-        core.event("weights_refused", worker.run.id, f"worker {worker.id}", f"loaded version {version} under another root hash")
+        core.peer_event(worker, "weights_refused", f"worker {worker.id}", f"loaded version {version} under another root hash")
         drain(core, worker, "it holds weights that nobody published")
         return
     first, worker.loaded_version = worker.loads == 0, version
@@ -372,9 +372,11 @@ def _loaded(core: Core, worker: Worker, message: WeightsLoaded, version: int) ->
     worker.load_failures = 0
     worker.run.stirred = worker.run.recount = True  # the others' orders stay as they are
     worker.run.restated.append(worker)
-    core.event(
-        "weights_loaded", worker.run.id, f"worker {worker.id}", f"version {version}", pull_s=message.pull_s, load_s=message.load_s
-    )  # fmt: skip
+    told = {"pull_s": message.pull_s, "load_s": message.load_s}
+    if worker.loads <= worker.run.next_version:  # each version once
+        core.event("weights_loaded", worker.run.id, f"worker {worker.id}", f"version {version}", **told)
+    else:
+        core.peer_event(worker, "weights_loaded", f"worker {worker.id}", f"version {version}", **told)
     worker.run.policy.observe(
         WorkerReady(
             worker.id, worker.kind, worker.node, worker.gpus, version, first, core.now - worker.joined_at, message.pull_s, message.load_s
@@ -389,7 +391,7 @@ def _loaded(core: Core, worker: Worker, message: WeightsLoaded, version: int) ->
 def _load_failed(core: Core, worker: Worker, message: WeightsFailed) -> None:
     worker.load_failures += 1
     worker.asked_version, worker.asked_at = worker.loaded_version, core.now
-    core.event("weights_failed", worker.run.id, f"worker {worker.id}", message.reason, version=message.version)
+    core.peer_event(worker, "weights_failed", f"worker {worker.id}", message.reason, version=message.version)
     if worker.load_failures >= MAX_LOAD_FAILURES:
         drain(core, worker, f"weights could not be loaded {worker.load_failures} times: {message.reason}")
 
@@ -398,7 +400,7 @@ def _sample_failed(core: Core, worker: Worker, message: SampleFailed) -> None:
     sample = worker.leases.get(message.sample_id)
     if sample is None or sample.epoch != message.epoch:
         return
-    core.event("sample_failed", worker.run.id, f"sample {sample.id}", message.reason, worker=worker.id, node=worker.node)
+    core.peer_event(worker, "sample_failed", f"sample {sample.id}", message.reason, worker=worker.id, node=worker.node)
     sm.release(core, sample, message.reason, crashed=True)
 
 

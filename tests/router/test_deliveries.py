@@ -19,6 +19,7 @@ from scavenger.router.payloads import Payload, PayloadStore
 from scavenger.router.state import Core, Limits
 from scavenger.wire import Fleet, GroupDone, Message, Pong, Reply
 from tests.router.edge import LiveDaemon
+from tests.router.harness import started
 from tests.router.test_edge import eventually
 
 
@@ -39,6 +40,21 @@ def test_bytes_under_way_are_counted_for_each_connection_until_they_are_gone() -
     assert (deliveries.room(1), deliveries.nbytes) == (True, 60)
     gone[3] = True
     assert (deliveries.room(1), deliveries.nbytes) == (True, 0)
+
+
+def test_bytes_under_way_are_counted_for_a_run_over_all_its_connections_too() -> None:
+    deliveries, gone = Deliveries(100), {1: False, 2: False}
+    deliveries.sent(1, 110, lambda: gone[1], run=7)
+    deliveries.sent(2, 90, lambda: gone[2], run=7)
+    assert [deliveries.room(conn, run=7) for conn in (1, 2, 3)] == [False, False, False], "also on a connection that has none yet"
+    assert deliveries.room(3, run=8), "another run does not wait"
+    assert deliveries.room(3), "nor does what is of no known run"
+    gone[1] = True
+    assert deliveries.room(3, run=7)
+    assert deliveries.room(2, run=7)
+    gone[2] = True
+    assert deliveries.room(1, run=7)
+    assert (deliveries.nbytes, deliveries._of_run) == (0, {})
 
 
 class Desk:
@@ -68,7 +84,8 @@ class Desk:
         self.said.setdefault(conn, []).append(message)
         if isinstance(message, GroupDone):
             number = sum(isinstance(m, GroupDone) for m in self.said[conn])
-            self.office.deliveries.sent(conn, len(message.prompt), lambda: self.taken.get(conn, 0) >= number)
+            run = self.office.run_of(message)
+            self.office.deliveries.sent(conn, len(message.prompt), lambda: self.taken.get(conn, 0) >= number, run)
         return True
 
     def groups(self, conn: int) -> list[int]:
@@ -111,6 +128,26 @@ def test_groups_beyond_the_bound_wait_in_order_and_none_is_lost(monkeypatch: pyt
 
     desk = play(scene, monkeypatch)
     assert [type(m) for m in desk.said[1]][-2:] == [GroupDone, Reply], "in its place"
+
+
+def test_a_trainer_that_connects_again_and_again_takes_no_more_than_its_runs_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = started(prompts=30)
+    ids = sorted(bench.router.core.groups)
+
+    async def scene(desk: Desk) -> None:
+        desk.core.groups.update(bench.router.core.groups)
+        for conn in range(1, 11):
+            for number in ids[3 * conn - 3 : 3 * conn]:
+                desk.office.give(Send(conn, group(number)))
+            await turns()
+        assert desk.office.deliveries.nbytes == 50, "twice the bound of one connection"
+        assert len(desk.said) == 2
+        for conn in range(1, 11):  # the transport finds the first ones dead
+            desk.taken[conn] = 100
+            await turns()
+        assert [number for conn in range(1, 11) for number in desk.groups(conn)] == ids, "nothing is lost"
+
+    play(scene, monkeypatch)
 
 
 def test_a_group_that_a_full_queue_does_not_take_is_tried_again_and_a_lesser_message_is_not(monkeypatch: pytest.MonkeyPatch) -> None:

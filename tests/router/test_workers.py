@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from scavenger.router.events import Identity, IntentRevoked, JobGone
-from scavenger.router.state import SampleStatus
+from scavenger.router.state import REFUSALS_TOLD, SampleStatus
 from scavenger.wire import (
     Ack,
     Asleep,
@@ -20,6 +20,7 @@ from scavenger.wire import (
     HeartbeatAck,
     Held,
     HelloAgain,
+    Message,
     Rejected,
     Revoke,
     SetReserved,
@@ -219,6 +220,35 @@ def test_a_worker_that_cannot_load_is_asked_again_and_at_last_drained() -> None:
         bench.say(W1, WeightsFailed(1, "hash mismatch"))
         bench.tick(1.5)
     assert "hash mismatch" in bench.take(W1, Drain)[0].reason
+
+
+@pytest.mark.parametrize(
+    ("kind", "message", "within"),
+    [
+        ("weights_failed", WeightsFailed(1, "hash mismatch"), REFUSALS_TOLD + 5),
+        ("weights_refused", WeightsLoaded(1, b"forged"), REFUSALS_TOLD + 5),
+        ("weights_loaded", WeightsLoaded(1, root(1)), 2 * REFUSALS_TOLD + 10),
+        ("stale_leases", None, REFUSALS_TOLD + 5),
+        ("chunk_refused", Chunks((chunk_of(1, 99, 1, 0, 2),)), REFUSALS_TOLD + 5),
+    ],
+)
+def test_one_key_does_not_fill_the_ledgers_events_however_often_it_greets_and_another_is_still_heard(
+    kind: str, message: Message | None, within: int
+) -> None:
+    bench, times = started(), 500
+    for n in range(times):
+        if message is None or n % 250 == 0:
+            bench.hello(W1, session=f"s{n}", held=(Held(1, 77, 3),) if message is None else ())
+        if message is not None:
+            bench.say(W1, message)
+    assert REFUSALS_TOLD <= len(bench.events(kind)) <= within
+    if kind != "stale_leases":
+        assert bench.router.core.counters[kind] == times, "all are counted"
+    before = len(bench.events(kind))
+    bench.hello(W2, held=(Held(1, 77, 3),) if message is None else ())
+    if message is not None:
+        bench.say(W2, message)
+    assert len(bench.events(kind)) == before + 1
 
 
 def test_weights_under_another_root_are_refused_and_the_worker_leaves() -> None:
