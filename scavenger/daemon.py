@@ -284,12 +284,17 @@ class Daemon:
         return await asyncio.to_thread(reader.read_payloads, self._engine, sample_ids)
 
     def _recall(self, router: Router, writer: Writer) -> None:
-        """What the runs' policies had learned lies in the ledger: a restart forgets none of it but toggles."""
+        """What the runs' policies had learned lies in the ledger: a restart forgets little of it. Serving does not hang on that."""
         if self.config.router.policy == "standard":
             return
         for run in router.core.runs.values():
-            if not run.ended:
+            if run.ended:
+                continue
+            try:
                 past = experience.read(writer.engine, run.name, max(0, run.last_step - recall.STEPS), recall.CHUNKS)
+            except LedgerError as error:
+                log.warning("the run's past was not read: its policy begins with its priors", run=run.name, reason=error.cause)
+            else:
                 log.info("recalled", run=run.name, steps=len(past.steps), facts=recall.teach(run.policy, past))
 
     def _tell_history(self, server: Server, generation: Generation) -> None:

@@ -197,14 +197,15 @@ class Engine:
         self.context += job.have + job.rest / 2
 
 
-Entry = tuple[float, int, Engine]  # when it is done, worker id (unique), engine
+Entry = tuple[float, int, int, Engine]  # when it is done, leases, worker id (unique), engine
 
 
 def assign(ranked: Iterable[Ranked], engines: Iterable[Engine]) -> Iterator[tuple[int, int, str]]:
     """Yield (sample id, worker id, reason) until samples or room run out. Changes the engines given as it fills them.
 
     List scheduling: each sample to the engine that would be done first with all it holds. Among engines alike that is the one done first
-    now, so that only the first of each kind is looked at.
+    now, so that only the first of each kind is looked at. Where a sample more costs no time at all (a paced engine) the one with the fewest
+    gets it: then a preemption takes as few as it can.
     """
     fleet = sorted(engines, key=lambda e: e.worker_id)
     nodes = {engine.node for engine in fleet}
@@ -212,7 +213,7 @@ def assign(ranked: Iterable[Ranked], engines: Iterable[Engine]) -> Iterator[tupl
     for engine in fleet:
         if engine.leases < engine.limit:
             alike = (engine.curve, engine.open_s, engine.limit, engine.cache)
-            kinds.setdefault(alike, []).append((engine.drain_s, engine.worker_id, engine))
+            kinds.setdefault(alike, []).append((engine.drain_s, engine.leases, engine.worker_id, engine))
     heaps = list(kinds.values())
     for heap in heaps:
         heapq.heapify(heap)
@@ -221,21 +222,21 @@ def assign(ranked: Iterable[Ranked], engines: Iterable[Engine]) -> Iterator[tupl
             return
         job = ranking.job
         avoid = job.avoid if nodes - job.avoid else frozenset()
-        found = [(entry[2].with_s(job), entry[1], entry, heap) for heap in heaps if (entry := _first(heap, job, avoid)) is not None]
+        found = [(entry[-1].with_s(job), entry[1], entry[2], entry, heap) for heap in heaps if (entry := _first(heap, job, avoid))]
         if not found:
             continue
-        done_s, worker_id, entry, heap = min(found, key=lambda f: f[:2])
-        engine = entry[2]
+        done_s, _, worker_id, entry, heap = min(found, key=lambda f: f[:3])
+        engine = entry[-1]
         engine.take(job)
-        _replace(heap, entry, (engine.drain_s, worker_id, engine) if engine.leases < engine.limit else None)
+        _replace(heap, entry, (engine.drain_s, engine.leases, worker_id, engine) if engine.leases < engine.limit else None)
         yield job.sample_id, worker_id, f"{ranking.why}, {job.rest:.0f} tokens expected; worker {worker_id} would be done in {done_s:.1f} s"
 
 
 def _first(heap: list[Entry], job: Job, avoid: Set[str]) -> Entry | None:
     """The entry that is done first among those that have room, not on a node to avoid. Mostly the heap's top."""
-    if heap and heap[0][2].node not in avoid and heap[0][2].room_for(job):
+    if heap and heap[0][-1].node not in avoid and heap[0][-1].room_for(job):
         return heap[0]
-    return min((entry for entry in heap if entry[2].node not in avoid and entry[2].room_for(job)), default=None)
+    return min((entry for entry in heap if entry[-1].node not in avoid and entry[-1].room_for(job)), default=None)
 
 
 def _replace(heap: list[Entry], old: Entry, new: Entry | None) -> None:

@@ -24,7 +24,7 @@ from scavenger.router.policy import (
 )
 
 #: Steps and chunks that a restarted daemon reads again, of each run.
-STEPS, CHUNKS = 16, 50_000
+STEPS, CHUNKS = 8, 20_000
 #: A measurement spans at least so long: flushes come in lumps.
 LEAST_S = 0.5
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -141,3 +142,11 @@ def test_each_sample_is_placed_once_while_there_is_room_whatever_the_order_of_en
     assert len({s for s, _, _ in placed}) == len(placed)
     assert placed == list(assign(ranked, [engine(i, limit) for i in reversed(range(engines))]))
     assert all(reason for _, _, reason in placed)
+
+
+def test_where_a_sample_more_costs_no_time_engines_fill_evenly() -> None:
+    """A paced engine takes as long for one as for many: the first one must not take them all."""
+    ranked = [Ranked(Job(i, i // 8, 10.0, 7.0), "longest expected") for i in range(120)]
+    engines = [Engine(worker_id, f"n{worker_id}", 0, 96, Curve(0.25, 0.0, 0.0)) for worker_id in (1, 2, 3)]
+    placed = Counter(worker_id for _, worker_id, _ in assign(ranked, engines))
+    assert placed == {1: 40, 2: 40, 3: 40}
