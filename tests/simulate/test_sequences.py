@@ -6,6 +6,7 @@ import math
 import random
 from dataclasses import dataclass, replace
 
+import msgspec
 import pytest
 
 from scavenger.errors import EngineError
@@ -251,5 +252,5 @@ def test_a_batch_runs_alike_however_often_it_is_looked_at() -> None:
         return happened + run_out(batch)
 
     few, many = play(1), play(500)
-    assert [replace(one, time_s=0.0) for one in few] == [replace(one, time_s=0.0) for one in many]
+    assert [msgspec.structs.replace(one, time_s=0.0) for one in few] == [msgspec.structs.replace(one, time_s=0.0) for one in many]
     assert [one.time_s for one in few] == pytest.approx([one.time_s for one in many], rel=1e-9)
