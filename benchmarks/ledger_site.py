@@ -19,10 +19,12 @@ from typing import Any
 import msgspec
 
 from scavenger import interpreter, keys
+from scavenger.config import RouterSection
 from scavenger.daemon import Clock
 from scavenger.ledger import reader, store
 from scavenger.ledger.records import GroupState
 from scavenger.ledger.writer import Writer, WriterState
+from scavenger.router import policies
 from scavenger.router.events import Identity, JobGone, RouterAction, RouterEvent
 from scavenger.router.machine import Router
 from scavenger.router.payloads import Payload, PayloadStore
@@ -103,7 +105,7 @@ class Site:
             return await asyncio.to_thread(reader.read_payloads, writer.engine, sample_ids)
 
         kept = PayloadStore(PAYLOAD_BYTES)
-        self.router = TimedRouter(LIMITS, writer.generation, kept)
+        self.router = TimedRouter(LIMITS, writer.generation, kept, new_policy=policies.named(RouterSection().policy))
         keyring = KeyRing()
         keyring.allow(self.owner.public, Identity("owner", self.owner.public))
         for pair in self.engine_pairs:

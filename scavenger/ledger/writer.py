@@ -25,7 +25,7 @@ from scavenger.errors import Fenced, LedgerError
 from scavenger.ledger import restoring
 from scavenger.ledger.faults import FINAL, REMEDIES, TRANSITIONS, WriterState, classify, explain, remedy
 from scavenger.ledger.moves import QUIET_S, MoveLog
-from scavenger.ledger.records import Record
+from scavenger.ledger.records import LeaseMoved, Record
 from scavenger.ledger.statements import weigh
 from scavenger.ledger.store import open_engine, sqlite_file
 from scavenger.ledger.transaction import NOBODY, Announced, Generation, commit_batch, grant_generation, open_connection
@@ -37,6 +37,8 @@ log = structlog.get_logger()
 
 #: A transaction's size: large enough to amortise its sync, small enough that one takes a fraction of a second.
 MAX_BATCH_BYTES = 16 * 1024 * 1024
+#: How long at most (s) a submission that moves a lost engine's samples waits for those of other engines that were lost with it.
+GATHER_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +99,7 @@ class Writer:
         self._queue: deque[_Submission] = deque()
         self._backlog_records = 0
         self._backlog_bytes = 0
-        self._last_ticket = -1
+        self._last_ticket = self._complete = -1
         self._closing = False
         self._give_up = False
         self._state = WriterState.CLOSED
@@ -142,6 +144,12 @@ class Writer:
             self._queue.append(_Submission(ticket, records, nbytes))
             self._backlog_records += len(records)
             self._backlog_bytes += nbytes
+            self._changed.notify_all()
+
+    def go(self) -> None:
+        """What belongs together was submitted: nothing more is worth waiting for."""
+        with self._changed:
+            self._complete = self._last_ticket
             self._changed.notify_all()
 
     @property
@@ -239,6 +247,7 @@ class Writer:
             while not self._queue and not self._closing:
                 if not self._changed.wait(QUIET_S if self._moves else None):
                     return []
+            self._gather()
             if self._give_up or not (self._queue or self._moves):
                 return None
             work: list[_Submission] = []
@@ -249,6 +258,15 @@ class Writer:
                 work.append(item)
                 nbytes += item.nbytes
             return work
+
+    def _gather(self) -> None:
+        """Engines are lost together: after the moves of one, wait for those of the others, until `go`; with the lock held.
+
+        A commit beside a busy event loop costs both several times what it does alone, so one for all brings the last samples to new
+        engines sooner.
+        """
+        if self._queue and _moves_samples(self._queue[-1].records):
+            self._changed.wait_for(lambda: self._closing or self._complete >= self._last_ticket, GATHER_S)
 
     def _write(self, connection: sa.Connection | None, records: Sequence[Record]) -> sa.Connection | None:
         """Commit `records`, however many tries it takes. None: the writer has stopped and they are not durable."""
@@ -318,6 +336,11 @@ class Writer:
                 return
             self._state, self._reason = state, reason
         self._on_state(state, reason)
+
+
+def _moves_samples(records: Sequence[Record]) -> bool:
+    """Whether a submission tells of a lost engine's samples: they come first in it."""
+    return bool(records) and type(records[0]) is LeaseMoved
 
 
 def _discard(connection: sa.Connection | None) -> None:

@@ -58,6 +58,10 @@ RANKING_S = 10.0
 OPEN_LEAST_S = 30.0
 
 
+#: So many samples of a lost engine are not weighed one by one: they go on at once, evenly, and move again where that gains something.
+MANY_LOST = 256
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """Which controllers act, and their free parameters. `every_s`: between rebalancings.
@@ -105,6 +109,7 @@ class Predictive:
         self._serving = 0
         self._trained = 0.0
         self._trained_at: float | None = None
+        self._lost_at = -math.inf  # when an engine was lost last
         self._fleet = FleetSizer(self.settings.least_saving, self.settings.rules, self.settings.price)
         self._asked: tuple[int, str] | None = None
         self._retired: set[int] = set()
@@ -139,6 +144,7 @@ class Predictive:
             case WorkerReady() | WorkerLost() | WorkerJoined():
                 self._changed = self._shifted = True
                 if isinstance(fact, WorkerLost):
+                    self._lost_at = now
                     self._retired.clear()  # the load of those that are left is another
             case StepFinished() if fact.purpose == "train":
                 if self.forecast.last is not None and self.forecast.last.step == fact.step:
@@ -213,6 +219,9 @@ class Predictive:
     def place(self, view: RunView, now: float) -> Sequence[Placement]:
         if not self.settings.placement:
             return self._standard.place(view, now)
+        if now == self._lost_at and view.waits >= MANY_LOST:
+            why = "its engine was lost with many samples: to the emptiest"
+            return [Placement(sample_id, worker_id, None, why) for sample_id, worker_id in placement.place(view.waiting(), view.slots())]
         free = [s for s in view.slots() if s.leases < self._limit(s)]
         if not free:
             return ()

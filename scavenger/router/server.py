@@ -78,6 +78,8 @@ class LedgerWriter(Protocol):
 
     def submit(self, ticket: int, records: Sequence[Record]) -> None: ...
 
+    def go(self) -> None: ...
+
 
 class Server:
     """Serves workers and trainers until it is stopped. `clock()` gives Unix seconds that never run backwards."""
@@ -106,7 +108,7 @@ class Server:
         self._read_history = read_history
         self._context = zmq.asyncio.Context()
         self._socket: zmq.Socket[bytes] | None = None
-        self._drain_due = False
+        self._drain_due = self._go_due = False
         self._failure: asyncio.Future[None] | None = None
         self._auth: AsyncioAuthenticator | None = None
         self._conns: dict[bytes, _Peer] = {}  # by routing id
@@ -365,7 +367,15 @@ class Server:
         """Submit records to the writer; returns the writer's ticket."""
         self._ticket += 1
         self._writer.submit(self._ticket, records)
+        if not self._go_due:
+            self._go_due = True
+            asyncio.get_running_loop().call_soon(self._go)
         return self._ticket
+
+    def _go(self) -> None:
+        """What came together was handled: the writer need not wait for more of it."""
+        self._go_due = False
+        self._writer.go()
 
     async def commit(self, records: Sequence[Record]) -> None:
         """Submit records and wait until they are durable."""

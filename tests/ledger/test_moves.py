@@ -249,3 +249,39 @@ def test_any_history_leaves_the_same_ledger_logged_or_not(
     grant_generation(engine, "h", 2, "v", 0.0)
     engine.dispose()
     assert dump(url) == expected
+
+
+def batches_of(url: str, monkeypatch: pytest.MonkeyPatch, *, go: bool) -> tuple[list[int], float]:
+    """How many records each transaction took when two engines' samples moved one after the other, and how long that lasted."""
+    upgrade(url)
+    sizes: list[int] = []
+
+    def sized(
+        connection: sa.Connection, generation: Generation, batch: int, records: Sequence[r.Record], now: float, plan: moves.Plan
+    ) -> bool:
+        sizes.append(len(records))
+        return commit_batch(connection, generation, batch, records, now, plan)
+
+    monkeypatch.setattr("scavenger.ledger.writer.commit_batch", sized)
+    monkeypatch.setattr("scavenger.ledger.writer.GATHER_S", 20.0 if go else 0.01)
+    with witness(url) as w:
+        w.writer.submit(0, leased())
+        w.wait_ticket(0)
+        began = time.monotonic()
+        for ticket, half in enumerate((range(1, 151), range(151, 301)), 1):
+            w.writer.submit(ticket, [r.LeaseMoved(s, 1, "node lost", 0, 0, 9, 1, 2.0) for s in half])
+        if go:
+            w.writer.go()
+        w.wait_ticket(2)
+        return [n for n in sizes[1:] if n], time.monotonic() - began
+
+
+def test_what_was_lost_together_is_one_transaction(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, took = batches_of(sqlite_url, monkeypatch, go=True)
+    assert sizes == [SAMPLES]
+    assert took < 20, "`go` ends the wait"
+
+
+def test_moves_that_nobody_calls_complete_wait_for_a_bounded_time(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, _ = batches_of(sqlite_url, monkeypatch, go=False)
+    assert sum(sizes) == SAMPLES
