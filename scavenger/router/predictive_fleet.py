@@ -14,8 +14,10 @@ from scavenger.router import window as windows
 from scavenger.router.forecast import Forecast, node_class
 from scavenger.router.forecast_step import Pool
 from scavenger.router.policy import RunView
-from scavenger.router.predictive_view import whole_step
+from scavenger.router.predictive_view import LOADING, whole_step
 
+#: Who asks for no engine learns nothing of engines: after so long, one shows whether starts and lives are still what they were.
+TRIAL_S = 1800.0
 #: The fleet is sized again after so many steps.
 SIZE_STEPS = 4
 
@@ -33,6 +35,7 @@ class FleetSizer:
     _steps: int = 0
     _sized_for: tuple[int, int] = (-1, -1)
     _waits: list[float] = field(default_factory=list)
+    _none_since: float | None = None
 
     def step_ended(self, wait_share: float) -> None:
         """The trainer waited for this share of the step."""
@@ -48,7 +51,21 @@ class FleetSizer:
         for wait in self._waits:
             self.state = autoscale.step_ended(self.state, wait, self.useful, self.rules)
         self._waits.clear()
-        return min(view.max_engines, self.state.target), f"{self.state.reason}; {self.reason}"
+        return self._or_trial(view, min(view.max_engines, self.state.target), now)
+
+    def _or_trial(self, view: RunView, target: int, now: float) -> tuple[int, str]:
+        why = f"{self.state.reason}; {self.reason}"
+        here = [worker.status for worker in view.workers if worker.kind != "reserved"]
+        if target or not view.max_engines:
+            self._none_since = None
+        elif any(status in LOADING for status in here):
+            self._none_since = None
+            return 1, f"one engine on trial is starting; {why}"
+        elif here or self._none_since is None:
+            self._none_since = now
+        elif now - self._none_since >= TRIAL_S:
+            return 1, f"none was asked for in {TRIAL_S / 60:.0f} min: one engine on trial; {why}"
+        return target, why
 
     def _size(self, view: RunView, forecast: Forecast, now: float) -> None:
         step, lengths = view.step, forecast.lengths

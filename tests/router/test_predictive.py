@@ -7,9 +7,12 @@ import random
 
 import pytest
 
+from scavenger.harvest.autoscale import Rules
 from scavenger.router import policy as seam
+from scavenger.router.forecast import Forecast
 from scavenger.router.policy import PlainView, RouterPolicy, SampleView, Standard, StepView, WorkerView
 from scavenger.router.predictive import PAUSE_S, Predictive, Settings
+from scavenger.router.predictive_fleet import TRIAL_S, FleetSizer
 from scavenger.simulate import presets
 from tests.router.small_site import SmallSite, Trainer
 from tests.router.test_forecast import CAP, drawn
@@ -252,3 +255,25 @@ def test_an_evaluation_changes_neither_the_window_nor_the_fleet_nor_what_is_know
 def test_before_it_knows_anything_it_asks_for_what_the_standard_does() -> None:
     view = PlainView(step=StepView(step=1, samples=64, groups=8), workers=[worker(1, "reserved")])
     assert Predictive("r").engines(view, 0.0) == Standard().engines(view, 0.0)
+
+
+def test_a_run_that_asks_for_no_engine_tries_one_now_and_then() -> None:
+    """Starts may have become short since: without a trial nobody would ever know."""
+    sizer = FleetSizer(0.003, Rules())
+    forecast = Forecast()
+    forecast.capped(1000)
+    for at in range(200):  # engines that are lost long before they are ready
+        forecast.observe(seam.WorkerJoined(at, "harvested", "n", 1), float(at))
+        forecast.observe(seam.WorkerLost(at, "harvested", "n", 1, 2.0, True, "SIGTERM"), float(at))
+
+    def asked(now: float, *workers: WorkerView) -> int:
+        view = PlainView(step=StepView(step=1, samples=8, groups=2), workers=[worker(1, kind="reserved"), *workers])
+        return sizer.engines(view, forecast, now)[0]
+
+    assert asked(1000.0) == 0
+    assert asked(1000.0 + TRIAL_S - 1) == 0
+    assert asked(1000.0 + TRIAL_S) == 1
+    assert asked(1001.0 + TRIAL_S, worker(2, status="loading")) == 1, "it may finish its start"
+    assert asked(1040.0 + TRIAL_S, worker(2)) == 0, "and goes, if nothing changed by it"
+    assert asked(1041.0 + TRIAL_S) == 0
+    assert asked(1041.0 + 2 * TRIAL_S) == 1

@@ -13,8 +13,20 @@ from tests.system import play
 pytestmark = pytest.mark.mpi
 
 
-def _run(tmp_path: Path, small_model: Path, *, backend: str, engines: int, preempt: bool, ranks: int = 2, pace: float = 0.0) -> play.Result:
-    options = SiteOptions(backend, tmp_path, demo_layout(grace_s=1.0, requeue_delay_s=0.5), observe_s=0.2, max_engines=engines)
+def _run(
+    tmp_path: Path,
+    small_model: Path,
+    *,
+    backend: str,
+    engines: int,
+    preempt: bool,
+    ranks: int = 2,
+    pace: float = 0.0,
+    policy: str = "standard",
+) -> play.Result:
+    options = SiteOptions(
+        backend, tmp_path, demo_layout(grace_s=1.0, requeue_delay_s=0.5), observe_s=0.2, max_engines=engines, router={"policy": policy}
+    )
     with Site(options) as site:
         run = play.write_run(site, small_model, run={"steps": 4, "harvest": engines > 0}, engine={"max_batch": 4, "pace": pace})
         training = play.submit(site, run, ranks)
@@ -33,6 +45,9 @@ def _run(tmp_path: Path, small_model: Path, *, backend: str, engines: int, preem
         if preempt:
             assert play.ask(site, "SELECT count(*) FROM workers WHERE kind = 'harvested' AND samples > 0")[0][0] >= 3, "hardly hit"
             assert play.ask(site, "SELECT count(*) FROM samples WHERE moves > 0")[0][0] > 0, "no sample moved with tokens"
+        decided = {kind for (kind,) in play.ask(site, "SELECT DISTINCT policy FROM decisions WHERE code <> ''")}
+        wanted = {"standard": {"harvest", "engines"}, "predictive": {"harvest", "engines", "placement", "window"}}[policy]
+        assert wanted <= decided, f"the ledger does not explain the run: {decided}"
         return play.result(site)
 
 
@@ -55,3 +70,8 @@ def test_one_harvested_engine_and_one_rank_give_the_same_result(
     """One rank and two add the same gradients, but their norms differ in the last bits: the tokens of every step are equal all the same."""
     alone = _run(tmp_path, small_model, backend="local", engines=1, preempt=False, ranks=1, pace=20.0)
     assert alone == undisturbed.until(4)
+
+
+def test_the_predicting_policy_changes_who_generates_and_nothing_else(tmp_path: Path, small_model: Path, undisturbed: play.Result) -> None:
+    predicted = _run(tmp_path, small_model, backend="local", engines=2, preempt=False, pace=6.0, policy="predictive")
+    assert predicted == undisturbed.until(4)
