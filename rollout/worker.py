@@ -54,6 +54,7 @@ from scavenger import wire
 from scavenger.errors import EngineError, told
 from scavenger.keys import KeyPair
 from scavenger.weights import manifest as manifests
+from scavenger.weights.memory import Buffer
 from scavenger.weights.pull import pull
 
 _log = structlog.get_logger(__name__)
@@ -78,7 +79,7 @@ class _Pulled:
 
     weights: wire.UseWeights
     manifest: manifests.Manifest
-    blob: bytearray
+    blob: Buffer
     pull_s: float
 
 
@@ -237,7 +238,7 @@ class Worker:
     async def _load(self, engine: Engine, pulled: _Pulled) -> None:
         began, version = self._clock(), pulled.weights.version
         try:
-            await engine.load(version, manifests.views(pulled.manifest, pulled.blob))
+            await engine.load(version, manifests.views(pulled.manifest, pulled.blob.view))
         except EngineError as error:
             self._inbox.put_nowait(LoadFailed(version, told(error)))
             return

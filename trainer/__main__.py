@@ -198,7 +198,7 @@ def open_run(config: RunConfig, spec: wire.EngineSpec, start: Start, stack: Exit
         host=socket.gethostname(),
         job_id=int(os.environ.get("SLURM_JOB_ID", "0")),
     )
-    source = stack.enter_context(WeightSource(config.weights.listen, config.weights.advertise))
+    source = stack.enter_context(WeightSource(config.weights.listen, config.weights.advertise, encrypt=config.weights.encrypt))
     return run, source
 
 
