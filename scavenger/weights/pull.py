@@ -108,12 +108,18 @@ class Pull:
             raise WeightsError(f"version {self.manifest.version} has no source", "the trainer publishes it again when it reconnects")
         raise WeightsError(f"version {self.manifest.version}: every source was given up: {self._summary()}")
 
-    def again(self) -> None:
-        """Make a pull that ended ready for further sources; what is here stays."""
+    def here(self) -> list[int]:
+        """The chunks that are here and verified."""
+        with self.lock:
+            return [int(chunk) for chunk in np.flatnonzero(self.transfer.here)]
+
+    def again(self, manifest: Manifest | None = None) -> None:
+        """Make a pull that ended ready for further sources; what is here stays. `manifest`: the same weights under another number."""
+        self.manifest = manifest or self.manifest
         self.ended.clear()
         self._sources, self._streams = [], []
         old = self.transfer
-        self.transfer = old.resumed(self.clock())
+        self.transfer = old.resumed(self.manifest, self.clock())
 
     def _prepare(self) -> None:
         """Make memory ahead of what comes; ends with the pull."""

@@ -115,6 +115,10 @@ class WeightSource:
         """Serve this version to nobody new. Who reads it may go on until its lease runs out."""
         self._shelf.retire(version)
 
+    def withdraw(self, version: int) -> None:
+        """Serve this version to nobody, at once; its memory stays as it is."""
+        self._shelf.withdraw(version)
+
     def free(self, version: int, timeout_s: float) -> bool:
         """Whether a retired version's memory may be written again, waiting for its readers."""
         return self._shelf.wait_gone(version, timeout_s)

@@ -252,9 +252,9 @@ class Transfer:
         """We closed the connection ourselves."""
         self._give_back(index)
 
-    def resumed(self, now: float) -> Transfer:
-        """A transfer of the same version into the same memory, without holders: what is here stays here."""
-        again = Transfer(self.manifest, 0, self._limits, now, blob=self.blob)
+    def resumed(self, manifest: Manifest, now: float) -> Transfer:
+        """A transfer of the same weights into the same memory, without holders: what is here stays here."""
+        again = Transfer(manifest, 0, self._limits, now, blob=self.blob)
         again.here, again.missing, again._free = self.here, self.missing, ~self.here
         again._order = again._rarity = self._order
         return again

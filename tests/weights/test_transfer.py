@@ -102,7 +102,7 @@ def test_a_transfer_that_is_resumed_keeps_what_is_here() -> None:
     t, blob = transfer(1, chunks=3)
     t.ask(0, 0.0)
     t.delivered(0, 0, part(blob, 0), 0.1)
-    again = t.resumed(1.0)
+    again = t.resumed(t.manifest, 1.0)
     index = again.add_holder(0, 1.0)
     assert again.ask(index, 1.0) == [1, 2]
     assert again.missing == 2
