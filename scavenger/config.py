@@ -224,6 +224,7 @@ class WeightsSection(Section):
     dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
     listen: str = "127.0.0.1"  # interface that the weights source binds
     advertise: str = ""  # host name that engines pull from; empty = `listen`
+    deltas: Annotated[int, Field(ge=0, le=8)] = 4  # versions back that engines are sent only what changed since; 0 = everything
     encrypt: bool = False  # the bytes too go under CURVE; what they are is authenticated either way
     spool_dir: Path | None = None  # a folder that engines see too; versions are written there as well
 

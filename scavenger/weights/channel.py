@@ -37,8 +37,8 @@ Heard = Callable[[], None]
 
 
 class Channel(Protocol):
-    def ask(self, chunk: int) -> None:
-        """Request a chunk."""
+    def ask(self, chunk: int, parent: bytes = b"") -> None:
+        """Request a chunk; a delta from the weights with root `parent` will do."""
 
     def ask_have(self) -> None:
         """Request the list of what the holder has."""
@@ -97,8 +97,8 @@ class TcpChannel:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return cls(sock, version, source.token, patience_s)
 
-    def ask(self, chunk: int) -> None:
-        send_frame(self._sock, protocol.get(self._token, self._version, chunk))
+    def ask(self, chunk: int, parent: bytes = b"") -> None:
+        send_frame(self._sock, protocol.get(self._token, self._version, chunk, parent))
 
     def ask_have(self) -> None:
         send_frame(self._sock, protocol.have(self._token, self._version))
@@ -165,7 +165,7 @@ class FileChannel:
             sock.close()
             raise
 
-    def ask(self, chunk: int) -> None:
+    def ask(self, chunk: int, parent: bytes = b"") -> None:
         self._asked.append(chunk)
 
     def ask_have(self) -> None:
@@ -227,8 +227,8 @@ class ZmqChannel:
             raise WireError(f"{source.endpoint!r} cannot be used: {error}") from error
         self._closed = threading.Event()
 
-    def ask(self, chunk: int) -> None:
-        self._socket.send(protocol.get(self._token, self._version, chunk))
+    def ask(self, chunk: int, parent: bytes = b"") -> None:
+        self._socket.send(protocol.get(self._token, self._version, chunk, parent))
 
     def ask_have(self) -> None:
         self._socket.send(protocol.have(self._token, self._version))

@@ -24,11 +24,12 @@ MAX_ANSWER_BYTES = 128 * 1024
 
 
 class Get(msgspec.Struct, frozen=True, tag=True):
-    """Ask for one chunk of a version."""
+    """Ask for one chunk of a version. `parent`: root of weights that the receiver has: a delta from those will do."""
 
     version: int
     chunk: int
     proof: bytes
+    parent: bytes = b""
 
 
 class Have(msgspec.Struct, frozen=True, tag=True):
@@ -46,11 +47,12 @@ class Map(msgspec.Struct, frozen=True, tag=True):
 
 
 class Part(msgspec.Struct, frozen=True, tag=True):
-    """The chunk's `nbytes` bytes follow."""
+    """`nbytes` bytes follow: the chunk's, or a chain of deltas to it from the receiver's own."""
 
     version: int
     chunk: int
     nbytes: int
+    delta: bool = False
 
 
 class NoSuch(msgspec.Struct, frozen=True, tag=True):
@@ -84,8 +86,8 @@ def _proof(token: bytes, what: str, version: int, chunk: int) -> bytes:
     return blake3.blake3(f"{what} {version} {chunk}".encode(), key=token).digest(length=16)
 
 
-def get(token: bytes, version: int, chunk: int) -> bytes:
-    return _encoder.encode(Get(version, chunk, _proof(token, "get", version, chunk)))
+def get(token: bytes, version: int, chunk: int, parent: bytes = b"") -> bytes:
+    return _encoder.encode(Get(version, chunk, _proof(token, "get", version, chunk), parent))
 
 
 def have(token: bytes, version: int) -> bytes:

@@ -22,6 +22,7 @@ from scavenger import wire
 from scavenger.errors import WeightsError, WireError
 from scavenger.keys import KeyPair
 from scavenger.weights import channel as channels
+from scavenger.weights import delta
 from scavenger.weights.channel import Channel, FileChannel, TcpChannel, ZmqChannel
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
@@ -47,10 +48,16 @@ class Pull:
         clock: Callable[[], float] = time.monotonic,
         seed: int | None = None,
         arrived: Callable[[int], None] | None = None,
+        base: tuple[Manifest, Buffer] | None = None,
     ) -> None:
-        """`arrived` is told each verified chunk, from any thread. `seed`: this receiver's own order of chunks; None = random."""
+        """`arrived` is told each verified chunk, from any thread. `seed`: this receiver's own order of chunks; None = random.
+
+        `base`: verified weights that are here, which deltas may start from.
+        """
         self.manifest = manifest
         self.buffer = Buffer(manifest.total_nbytes)
+        self.base = base if base is not None and delta.same_layout(base[0], manifest) else None
+        self.deltas = self.nbytes = 0  # chunks that came as deltas; bytes that came at all
         self.keypair = keypair
         self.limits = limits or Limits()
         self.clock = clock
@@ -182,6 +189,8 @@ class _Stream(threading.Thread):
         self._index = index
         self._channel: Channel | None = None
         self._into = memoryview(bytearray(pull.manifest.chunk_nbytes))
+        self._made: memoryview | None = None  # where deltas are applied
+        self._bad_deltas = 0
         self._have_at: float | None = None  # when it was last asked what it has; None: not on this connection
         self._have_due = False
         self._complaint = ""  # what its connection was last lost for
@@ -229,11 +238,12 @@ class _Stream(threading.Thread):
             chunks = pull.transfer.ask(index, now) if self._known else []
             partial = pull.transfer.is_partial(pull.transfer.holders[index].source)
             asked = bool(pull.transfer.holders[index].asked)
+        base = pull.base
         if self._have_at is None or (partial and not self._have_due and now - self._have_at >= _LOOK_S):
             channel.ask_have()
             self._have_at, self._have_due = now, True
         for chunk in chunks:
-            channel.ask(chunk)
+            channel.ask(chunk, base[0].root if base is not None else b"")
         if not asked and not self._have_due:
             pull.ended.wait(_IDLE_S)
             return
@@ -273,7 +283,16 @@ class _Stream(threading.Thread):
                 self._disconnect()  # it is asked again on the next one
             return
         data = self._into[: answer.nbytes]
+        pull.nbytes += answer.nbytes
+        if answer.delta:
+            data = self._from_delta(answer.chunk, data)
         good = pull.transfer.matches(answer.chunk, data)
+        if answer.delta and not good and self._bad_deltas < 2 * pull.limits.window:
+            # Whether the delta or what is here is wrong: whole chunks are right. Those that are under way already are let go.
+            pull.base, self._bad_deltas = None, self._bad_deltas + 1
+            with pull.lock:
+                pull.transfer.returned(index, answer.chunk, pull.clock())
+            return
         if good and not pull.transfer.here[answer.chunk]:
             pull.transfer.write(answer.chunk, data)
         with pull.lock:
@@ -282,6 +301,23 @@ class _Stream(threading.Thread):
             _log.warning("weights.corrupt", source=self.source.endpoint, chunk=answer.chunk)
         elif verdict is Verdict.ACCEPTED:
             pull.arrived(answer.chunk)
+
+    def _from_delta(self, chunk: int, encoded: memoryview) -> memoryview:
+        """The chunk that a delta makes of the one that is here; whether it is the right one its hash will say."""
+        base, manifest = self._pull.base, self._pull.manifest
+        if base is None or not 0 <= chunk < len(manifest.chunk_hashes):
+            return encoded[:0]
+        if self._made is None:
+            self._made = memoryview(bytearray(manifest.chunk_nbytes))
+        start, stop = manifest.chunk_range(chunk)
+        made = self._made[: stop - start]
+        try:
+            delta.apply_chain(base[1].view[start:stop], encoded, made)
+        except WeightsError as error:
+            _log.warning("weights.bad_delta", source=self.source.endpoint, chunk=chunk, reason=error.cause)
+            return encoded[:0]
+        self._pull.deltas += 1
+        return made
 
     # ---------------------------------------------------------------- connection
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from scavenger.errors import WeightsError
 from scavenger.weights import protocol
+from scavenger.weights.deltas import Deltas
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
 from scavenger.weights.protocol import TOKEN_NBYTES, Get, Holds, NoSuch, Part, Request
@@ -56,13 +57,14 @@ Found = tuple[Part | NoSuch | Holds, memoryview | None]
 class Shelf:
     """Thread-safe. `keep` complete versions are served; one more retires the oldest."""
 
-    def __init__(self, keep: int, lease_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, keep: int, lease_s: float, clock: Callable[[], float] = time.monotonic, links: int = 0) -> None:
         self.stats = SourceStats()
         self._keep = keep
         self._lease_s = lease_s
         self._clock = clock
         self._held: OrderedDict[int, Held] = OrderedDict()
         self._changed = threading.Condition()
+        self.deltas = Deltas(links)
 
     def put(self, manifest: Manifest, blob: memoryview, buffer: Buffer | None, *, empty: bool = False) -> bytes:
         """Serve a version, of which nothing is there yet if `empty`; returns its token. Raises `WeightsError`."""
@@ -78,6 +80,8 @@ class Shelf:
                 present = self._held[manifest.version] = Held(manifest, blob.toreadonly(), token, buffer, here)
                 for old in [v for v, held in self._held.items() if not held.leaving][: -self._keep]:
                     self._retire(old)
+                if not empty:
+                    self.deltas.published(manifest, present.blob)
             return present.token
 
     def arrived(self, version: int, chunk: int) -> None:
@@ -169,4 +173,7 @@ class Shelf:
         if held.here is not None and not held.here[request.chunk]:
             return NoSuch(request.version, request.chunk, "the chunk is not here yet", absent=True), None
         start, stop = held.manifest.chunk_range(request.chunk)
+        encoded = self.deltas.find(request.parent, held.manifest.root, request.chunk, stop - start) if request.parent else None
+        if encoded is not None:
+            return Part(request.version, request.chunk, len(encoded), delta=True), memoryview(encoded)
         return Part(request.version, request.chunk, stop - start), held.blob[start:stop]

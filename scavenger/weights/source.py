@@ -18,6 +18,7 @@ import structlog
 from scavenger import wire
 from scavenger.errors import WeightsError, WireError
 from scavenger.weights.channel import boot_id, read_exactly, send_frame, set_timeouts
+from scavenger.weights.deltas import Deltas
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
 from scavenger.weights.protocol import MAX_REQUEST_BYTES, Map, decode_request, encode
@@ -45,14 +46,15 @@ class WeightSource:
         local: bool = True,
         lease_s: float = LEASE_S,
         nbytes_per_s: float = 0.0,
+        deltas: int = 0,
     ) -> None:
         """Bind ports that the system gives on the interface `listen`; receivers are told to connect to `advertise`.
 
         `keep` versions are served; publishing one more retires the oldest. `encrypt`: under CURVE. `local`: hand the memory to readers
-        on this machine. `nbytes_per_s`: what it sends at most, all receivers together; 0 = no bound. Raises `WeightsError` when it
-        cannot bind.
+        on this machine. `deltas`: from so many versions back. `nbytes_per_s`: what it sends at most, all receivers together; 0 = no
+        bound. Raises `WeightsError` when it cannot bind.
         """
-        self._shelf = Shelf(keep, lease_s)
+        self._shelf = Shelf(keep, lease_s, links=deltas)
         self._pace = _Pace(nbytes_per_s)
         self._numbers = itertools.count()
         self._lock = threading.Lock()
@@ -79,6 +81,10 @@ class WeightSource:
     @property
     def stats(self) -> SourceStats:
         return self._shelf.stats
+
+    @property
+    def deltas(self) -> Deltas:
+        return self._shelf.deltas
 
     # ---------------------------------------------------------------- what is served
 
@@ -134,6 +140,7 @@ class WeightSource:
             sock.close()
         for _, thread in threads:
             thread.join()
+        self._shelf.deltas.wait(stop=True)
         if self._curve is not None:
             self._curve.close()
 

@@ -65,7 +65,8 @@ class Store:
                 return self._now_held(manifest, buffer, weights)
         work = self._pull
         if work is None or work.manifest.root != manifest.root:
-            work = self._pull = Pull(manifest, self._keypair, limits=self._limits, clock=self._clock)
+            newest = self._held[max(self._held)] if self._held else None
+            work = self._pull = Pull(manifest, self._keypair, limits=self._limits, clock=self._clock, base=newest)
         else:
             work.again(manifest)
         more = self._more.sources if self._more is not None and self._more.version == weights.version else ()
@@ -75,7 +76,7 @@ class Store:
             buffer = await work.finish(deadline_s)
         finally:
             partial.cancel()
-        self._pull = None
+        self._pull, work.base = None, None
         self._release({manifest.version, *weights.keep})
         return self._now_held(manifest, buffer, weights)
 

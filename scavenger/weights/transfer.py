@@ -226,6 +226,12 @@ class Transfer:
         has = self._has.get(holder.source)
         self.know(holder.source, np.zeros(len(self.here), dtype=bool) if has is None else has & (np.arange(len(has)) != chunk))
 
+    def returned(self, index: int, chunk: int, now: float) -> None:
+        """What came is of no use here, and that may be our own fault."""
+        holder = self.holders[index]
+        holder.heard_at = now
+        self._unask(holder, index, chunk)
+
     def refused(self, index: int, chunk: int, reason: str, now: float) -> None:
         """The holder says that it cannot deliver."""
         holder = self.holders[index]

@@ -144,6 +144,25 @@ def test_two_versions_in_quick_succession_and_a_joiner_three_behind_end_with_the
     asyncio.run(main())
 
 
+def test_an_engine_is_sent_what_changed_since_its_version() -> None:
+    async def main() -> None:
+        first, blob = version(1)
+        later = bytearray(blob)
+        later[::999] = bytes(len(later[::999]))
+        second, new = manifests.build(2, {"w": ("bfloat16", (1 << 18,), memoryview(later))}, chunk_nbytes=1 << 14)
+        async with engines(1) as (engine,):
+            with WeightSource(local=False, deltas=1) as trainer:
+                await engine.get(first, trainer.publish(first, blob))
+                sent = trainer.stats.nbytes
+                address = trainer.publish(second, new)
+                trainer.deltas.wait()
+                assert await engine.get(second, address) == new
+                assert trainer.deltas.used == len(second.chunk_hashes)
+                assert trainer.stats.nbytes - sent < sent / 20
+
+    asyncio.run(main())
+
+
 def test_the_same_weights_under_another_number_are_not_pulled_again() -> None:
     async def main() -> None:
         first, blob = version(1, seed=7)
