@@ -1,8 +1,9 @@
 """What changed between two versions, chunk by chunk: lossless and bit-exact. Pure.
 
-Owns the encoding. Knows no socket and no version's number. A delta of a chunk is the positions whose items changed and what they changed
-by (old xor new: the new value, given the old one), zstd-compressed. Bytes of equal weight lie together, because the high ones are nearly
-all zero: a small step changes the last bits of a bfloat16. A chain is several deltas of one chunk, one version after another.
+Owns the encoding. Knows no socket and no version's number. A delta of a chunk is the positions whose items changed and by how much (new less
+old, of the items as integers modulo their width, small ones of either sign first), zstd-compressed. Bytes of equal weight lie together,
+because the high ones are nearly all zero: a small step moves a bfloat16 to its neighbour. A chain is several deltas of one chunk, one
+version after another.
 
     delta   uint8 width of an item | uint8 width of a gap | uint32 changed items | zstd(gaps' byte planes, changes' byte planes)
     chain   (uint32 length, delta)*
@@ -47,11 +48,13 @@ def width_of(manifest: Manifest, chunk: int) -> int:
 def encode(old: memoryview, new: memoryview, width: int) -> bytes:
     """The delta from one chunk's bytes to another's of equal length."""
     kind = np.dtype(f"<u{width}")
-    change = np.bitwise_xor(np.frombuffer(old, dtype=kind), np.frombuffer(new, dtype=kind))
-    places = np.flatnonzero(change)
+    before, after = np.frombuffer(old, dtype=kind), np.frombuffer(new, dtype=kind)
+    places = np.flatnonzero(before != after)
+    change = after[places] - before[places]
+    change = (change << 1) ^ -(change >> (8 * width - 1))  # 0, -1, 1, -2, 2, … become 0, 1, 2, 3, 4, …
     gaps = np.diff(places, prepend=-1) - 1
     gap_width = 1 if not len(gaps) or gaps.max() < 1 << 8 else 2 if gaps.max() < 1 << 16 else 4
-    planes = [*_planes(gaps.astype(f"<u{gap_width}")), *_planes(change[places])]
+    planes = [*_planes(gaps.astype(f"<u{gap_width}")), *_planes(change)]
     packed = zstandard.ZstdCompressor(level=LEVEL).compress(b"".join(plane.tobytes() for plane in planes))
     return _HEAD.pack(width, gap_width, len(places)) + packed
 
@@ -102,7 +105,7 @@ def _apply(delta: memoryview, chunk: memoryview) -> None:
     items = np.frombuffer(chunk, dtype=f"<u{width}")
     if places[-1] >= len(items):
         raise WeightsError("a delta that reaches beyond its chunk")
-    items[places] ^= change
+    items[places] += (change >> 1) ^ -(change & 1)
 
 
 def _from_planes(raw: bytes, width: int) -> Array:
