@@ -1,9 +1,9 @@
 """What changed between two versions, chunk by chunk: lossless and bit-exact. Pure.
 
-Owns the encoding. Knows no socket and no version's number. A delta of a chunk is the positions whose items changed and by how much (new less
-old, of the items as integers modulo their width, small ones of either sign first), zstd-compressed. Bytes of equal weight lie together,
-because the high ones are nearly all zero: a small step moves a bfloat16 to its neighbour. A chain is several deltas of one chunk, one
-version after another.
+Owns the encoding. Knows no socket and no version's number. A delta of a chunk is the positions whose items changed and by how much (new
+less old, of the items as integers modulo their width, small ones of either sign first), zstd-compressed. Bytes of equal weight lie
+together, because the high ones are nearly all zero: a small step moves a bfloat16 to its neighbour. A chain is several deltas of one
+chunk, one version after another.
 
     delta   uint8 width of an item | uint8 width of a gap | uint32 changed items | zstd(gaps' byte planes, changes' byte planes)
     chain   (uint32 length, delta)*
