@@ -30,6 +30,7 @@ BASE = [
     "tokenizers>=0.19",
     "typer>=0.12",
     "xxhash>=3.4",
+    "zstandard>=0.22",
 ]
 TRAINER = ["torch>=2.6", "transformers>=4.51", "mpi4py>=4.0", "safetensors>=0.4.3"]
 EXTRAS = {

@@ -151,6 +151,13 @@ class LoadFailed(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Serves(Event):
+    """What this worker gives out of a version changed."""
+
+    serving: wire.Serving
+
+
+@dataclass(frozen=True, slots=True)
 class Slept(Event):
     """The engine gave its memory back."""
 
@@ -197,6 +204,13 @@ class Build(Action):
 @dataclass(frozen=True, slots=True)
 class Load(Action):
     """Pull, verify and load; supersedes a load in progress. Answer Loaded or LoadFailed."""
+
+    weights: wire.UseWeights
+
+
+@dataclass(frozen=True, slots=True)
+class MoreHolders(Action):
+    """The load in progress may pull from these too."""
 
     weights: wire.UseWeights
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -51,6 +52,13 @@ class Link:
         broken = functools.partial(self._broken, socket)
         self._tasks = [spawn(self._receive(socket), broken), spawn(self._watch(monitor), broken)]
         self._post(Connected())
+
+    def own_address(self) -> str:
+        """This host's address on the way to the daemon's. Raises `OSError` or `ScavengerError` where there is none."""
+        host, _, port = read_rendezvous(self._state_dir).endpoint.removeprefix("tcp://").rpartition(":")
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, int(port)))  # a datagram socket: nothing is sent
+            return str(probe.getsockname()[0])
 
     def send(self, message: wire.WorkerMessage) -> None:
         """Queue a message. Nothing is lost by a dropped connection that the session does not send again."""

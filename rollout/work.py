@@ -19,8 +19,10 @@ from rollout.events import (
     Load,
     Loaded,
     LoadFailed,
+    MoreHolders,
     Note,
     Send,
+    Serves,
     SleepEngine,
     Slept,
     WakeEngine,
@@ -41,6 +43,7 @@ class Work:
         self.flush_at: float | None = None
         self.loaded_root = b""
         self._wanted: wire.UseWeights | None = None  # being pulled or loaded
+        self._serving: dict[int, wire.Serving] = {}  # what is given out to other workers
         self._waiting: list[wire.Lease] = []  # assigned for the version that is being loaded
         self._asleep = False  # asked to be
         self._slept = False  # and is
@@ -78,7 +81,7 @@ class Work:
     def resume(self) -> list[Action]:
         """What could not be said while the connection was away; everything else is in the hello."""
         asleep: list[Action] = [Send(wire.Asleep())] if self._asleep and self._slept else []
-        return [*self.flush(), *asleep]
+        return [*self.flush(), *asleep, *(action for serving in self._serving.values() for action in self._say_serving(serving))]
 
     def close(self) -> list[Action]:
         """The worker leaves: stop what the engine is at. What was made stays until it is durable."""
@@ -232,8 +235,12 @@ class Work:
     # ------------------------------------------------------------ weights, sleep
 
     def use_weights(self, message: wire.UseWeights, _now: float) -> list[Action]:
-        if self.closed or (self._wanted is not None and self._wanted.version == message.version):
+        if self.closed:
             return []
+        if self._wanted is not None and self._wanted.version == message.version:
+            return [MoreHolders(message)] if message.sources != self._wanted.sources else []
+        if message.more:
+            return []  # holders of a version that is here by now, or that was given up
         if message.version == self.loaded_version:
             return self._send(self._loaded_message(message.version, 0.0, 0.0))
         # Its tokens end here: a sample never mixes versions. What is finished stays until it is durable.
@@ -259,6 +266,19 @@ class Work:
     def woken(self, event: Woken, _now: float) -> list[Action]:
         self._wake_s = event.seconds
         return []
+
+    def serves(self, event: Serves, _now: float) -> list[Action]:
+        """Others may pull a version from here, or may not any more."""
+        serving = event.serving
+        if serving.source is None:
+            self._serving.pop(serving.version, None)
+        else:
+            self._serving[serving.version] = serving
+        return self._say_serving(serving)
+
+    def _say_serving(self, serving: wire.Serving) -> list[Action]:
+        wanted = self._terms is not None and self._terms.relay
+        return self._send(serving) if wanted else []
 
     def load_failed(self, event: LoadFailed, _now: float) -> list[Action]:
         if self._wanted is None or event.version != self._wanted.version:

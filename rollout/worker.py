@@ -37,8 +37,10 @@ from rollout.events import (
     Load,
     Loaded,
     LoadFailed,
+    MoreHolders,
     Note,
     Send,
+    Serves,
     SleepEngine,
     Slept,
     Terminate,
@@ -54,7 +56,9 @@ from scavenger import wire
 from scavenger.errors import EngineError, told
 from scavenger.keys import KeyPair
 from scavenger.weights import manifest as manifests
-from scavenger.weights.pull import pull
+from scavenger.weights.manifest import Manifest
+from scavenger.weights.memory import Buffer
+from scavenger.weights.store import Store
 
 _log = structlog.get_logger(__name__)
 LINGER_MS = 100
@@ -77,8 +81,8 @@ class _Pulled:
     """A version whose every byte was verified, on its way into the engine."""
 
     weights: wire.UseWeights
-    manifest: manifests.Manifest
-    blob: bytearray
+    manifest: Manifest
+    blob: Buffer
     pull_s: float
 
 
@@ -99,6 +103,7 @@ class Worker:
         self._commands: asyncio.Queue[Action | _Pulled] = asyncio.Queue()
         self._session = Session(options.identity, options.limits, clock())
         self._link = Link(options.state_dir, options.keypair, self._inbox.put_nowait)
+        self._store = Store(options.keypair, self._serves, self._near_daemon, clock=clock)
         self._may_generate = asyncio.Event()
         self._engine: Engine | None = None
         self._connecting: asyncio.Task[None] | None = None
@@ -122,6 +127,7 @@ class Worker:
                 if task is not None:
                     task.cancel()
             self._link.close(LINGER_MS)
+            self._store.close()
 
     async def _loop(self) -> Leave:
         session = self._session
@@ -158,6 +164,8 @@ class Worker:
             if self._pulling is not None:
                 self._pulling.cancel()
             self._pulling = self._spawn(self._pull(action.weights), functools.partial(LoadFailed, action.weights.version))
+        elif isinstance(action, MoreHolders):
+            self._store.offer(action.weights)
         elif isinstance(action, Note):
             _log.info(f"session.{action.event}", detail=action.detail)
         else:
@@ -228,16 +236,23 @@ class Worker:
 
     # ------------------------------------------------------------ weights
 
+    def _serves(self, serving: wire.Serving) -> None:
+        self._inbox.put_nowait(Serves(serving))
+
+    def _near_daemon(self) -> str:
+        """The address of this host that the daemon's host can reach: other workers can, too."""
+        return self._link.own_address()
+
     async def _pull(self, weights: wire.UseWeights) -> None:
         began = self._clock()
         manifest = manifests.decode(weights.manifest)
-        blob = await pull(manifest, weights.sources, self._options.keypair, self._options.pull_s, clock=self._clock)
+        blob = await self._store.get(manifest, weights, self._options.pull_s)
         self._commands.put_nowait(_Pulled(weights, manifest, blob, self._clock() - began))
 
     async def _load(self, engine: Engine, pulled: _Pulled) -> None:
         began, version = self._clock(), pulled.weights.version
         try:
-            await engine.load(version, manifests.views(pulled.manifest, pulled.blob))
+            await engine.load(version, manifests.views(pulled.manifest, pulled.blob.view))
         except EngineError as error:
             self._inbox.put_nowait(LoadFailed(version, told(error)))
             return

@@ -224,6 +224,9 @@ class WeightsSection(Section):
     dtype: Literal["bfloat16", "float32", "float64"] = "bfloat16"
     listen: str = "127.0.0.1"  # interface that the weights source binds
     advertise: str = ""  # host name that engines pull from; empty = `listen`
+    deltas: Annotated[int, Field(ge=0, le=8)] = 4  # versions back that engines are sent only what changed since; 0 = everything
+    encrypt: bool = False  # the bytes too go under CURVE; what they are is authenticated either way
+    spool_dir: Path | None = None  # a folder that engines see too; versions are written there as well
 
 
 class TrainerSection(Section):
@@ -302,6 +305,9 @@ def read_run(path: Path) -> RunConfig:
         update={"state_dir": base / config.run.state_dir, "out_dir": base / config.run.out_dir}
         | ({"key": base / config.run.key} if config.run.key else {})
     )
+    weights = config.weights
+    if weights.spool_dir:
+        weights = weights.model_copy(update={"spool_dir": base / weights.spool_dir})
     data = config.data.model_copy(update={"path": base / config.data.path} if config.data.path else {})
     model = config.model.model_copy(update={"path": base / config.model.path})
-    return config.model_copy(update={"run": run, "data": data, "model": model})
+    return config.model_copy(update={"run": run, "data": data, "model": model, "weights": weights})

@@ -40,6 +40,9 @@ PURE = (
     "scavenger/router/forecast*.py",
     "scavenger/router/predictive*.py",
     "scavenger/router/window.py",
+    "scavenger/weights/directory.py",
+    "scavenger/weights/manifest.py",
+    "scavenger/weights/transfer.py",
     "scavenger/simulate/*.py",
     "scavenger/simulate/policies/*.py",
 )

@@ -198,7 +198,8 @@ def open_run(config: RunConfig, spec: wire.EngineSpec, start: Start, stack: Exit
         host=socket.gethostname(),
         job_id=int(os.environ.get("SLURM_JOB_ID", "0")),
     )
-    source = stack.enter_context(WeightSource(config.weights.listen, config.weights.advertise))
+    weights = config.weights
+    source = stack.enter_context(WeightSource(weights.listen, weights.advertise, encrypt=weights.encrypt, deltas=weights.deltas))
     return run, source
 
 

@@ -17,6 +17,7 @@ from scavenger import wire
 from scavenger.errors import EngineError
 from scavenger.weights import manifest as manifests
 from scavenger.weights.manifest import Manifest
+from scavenger.weights.memory import Buffer
 
 
 class LocalSource:
@@ -25,8 +26,8 @@ class LocalSource:
     def __init__(self) -> None:
         self.blob: memoryview = memoryview(b"")
 
-    def publish(self, manifest: Manifest, blob: bytes | bytearray | memoryview) -> wire.WeightSource:
-        self.blob = memoryview(blob)
+    def publish(self, manifest: Manifest, blob: Buffer) -> wire.WeightSource:
+        self.blob = blob.view
         return wire.WeightSource("inproc", "", b"")
 
 
@@ -66,7 +67,7 @@ class LocalRun:
         self._done: list[wire.GroupDone] = []
         self._ids = 0
 
-    def publish(self, step: int, manifest: Manifest, source: wire.WeightSource) -> None:
+    def publish(self, step: int, manifest: Manifest, *sources: wire.WeightSource) -> None:
         views = manifests.views(manifests.decode(manifests.encode(manifest)), self._source.blob)
         self._loop.run_until_complete(self._engine.load(manifest.version, views))
         self.next_version = manifest.version + 1

@@ -20,6 +20,8 @@ from scavenger import wire
 from scavenger.config import RunConfig
 from scavenger.errors import WeightsError
 from scavenger.weights.manifest import Manifest
+from scavenger.weights.memory import Buffer
+from scavenger.weights.spool import Spool
 from trainer import checkpoint
 from trainer.data import Problem, Problems
 from trainer.monitor import Monitor
@@ -33,7 +35,7 @@ POLL_S = 0.1
 class Source(Protocol):
     """`scavenger.weights.source.WeightSource`, or the single-process stand-in."""
 
-    def publish(self, manifest: Manifest, blob: bytes | bytearray | memoryview) -> wire.WeightSource: ...
+    def publish(self, manifest: Manifest, blob: Buffer) -> wire.WeightSource: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,8 @@ class Loop:
         self._stepper = Stepper(config, run, ranks, scoring, sampling)
         self._held_out: list[Problem] = problems.held_out()
         self._root = b""
+        folder = config.weights.spool_dir
+        self._spool = Spool(folder / config.run.name) if folder else None
 
     def run(self) -> None:
         """Train to the last step. Raises what stops it; the caller closes the run."""
@@ -105,7 +109,10 @@ class Loop:
     def _publish(self, step: int) -> int:
         version = self._run.next_version
         made, blob = self._ranks.build_version(version, self._config.weights.dtype)
-        self._run.publish(step, made, self._source.publish(made, blob))
+        sources = [self._source.publish(made, blob)]
+        if self._spool is not None:
+            sources.append(self._spool.put(made, blob))
+        self._run.publish(step, made, *sources)
         self._root = made.root
         return version
 

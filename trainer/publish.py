@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from scavenger.weights import manifest
+from scavenger.weights import manifest as manifests
+from scavenger.weights.manifest import Manifest
+from scavenger.weights.memory import Buffer
 from trainer.model import Learner
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
@@ -23,10 +25,15 @@ def gather(learner: Learner, dtype: str) -> Iterator[tuple[str, Tensor]]:
         yield name, tensor.to(DTYPES[dtype]).cpu().contiguous()
 
 
-def build_version(version: int, tensors: Iterator[tuple[str, Tensor]], dtype: str) -> tuple[manifest.Manifest, bytearray]:
-    """The manifest and the bytes of a version."""
-    table = {}
-    for name, tensor in tensors:
-        raw: Any = tensor.view(torch.uint8).numpy()
-        table[name] = (dtype, tuple(tensor.shape), memoryview(raw))
-    return manifest.build(version, table)
+def build_version(version: int, learner: Learner, dtype: str) -> tuple[Manifest, Buffer]:
+    """The manifest and the bytes of a version; each tensor is copied into place as it is gathered, so only one is held beside them."""
+    shapes = {name: (dtype, tuple(parameter.shape)) for name, parameter in learner.model.named_parameters()}
+    table = manifests.layout(shapes)
+    buffer = Buffer(sum(tensor.nbytes for tensor in table))
+    place = {tensor.name: tensor for tensor in table}
+    for name, tensor in gather(learner, dtype):
+        raw: Any = tensor.view(-1).view(torch.uint8).numpy()
+        start = place[name].offset
+        buffer.view[start : start + place[name].nbytes] = memoryview(raw)
+    size = manifests.chunk_nbytes_of(buffer.nbytes)
+    return manifests.seal(version, table, manifests.hashes_of(buffer.view, size), chunk_nbytes=size), buffer

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 
 from scavenger.weights.manifest import Manifest
+from scavenger.weights.memory import Buffer
 from trainer import checkpoint, publish
 from trainer.batching import Micro
 from trainer.comm import Comm
@@ -121,10 +122,10 @@ class Ranks:
         """The optimizer step over everything since the last one. Returns the gradient's norm before clipping."""
         return float(msgspec.msgpack.decode(self._all([Update(tokens, lr)] * self.size)[0], type=float))
 
-    def build_version(self, version: int, dtype: str) -> tuple[Manifest, bytearray]:
+    def build_version(self, version: int, dtype: str) -> tuple[Manifest, Buffer]:
         """Gather, cast, lay out and hash the present weights."""
         self._comm.send([_encode(Gather(dtype))] * self.size)
-        made = publish.build_version(version, publish.gather(self._learner, dtype), dtype)
+        made = publish.build_version(version, self._learner, dtype)
         self._comm.replies()
         return made
 

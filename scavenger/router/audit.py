@@ -70,5 +70,5 @@ def _check_run(core: Core, run: Run) -> None:
     wanted = sm.target_version(run)
     for worker in run.workers.values():
         idle = worker.conn is not None and not worker.leases and worker.status in (WorkerStatus.READY, WorkerStatus.LOADING)
-        if idle and not worker.load_failures and run.versions.get(wanted) is not None and run.versions[wanted].sources:
+        if idle and not worker.load_failures and run.held(wanted):
             assert worker.asked_version == wanted, f"worker {worker.id} was asked for {worker.asked_version}, wanted is {wanted}"

@@ -157,7 +157,8 @@ def _open(core: Core, conn: int, identity: Identity, call: Call, body: OpenRun, 
     run.conn, run.opening, run.resume_step = None, (conn, call.id, body), body.resume_step
     run.stopped, run.ended, run.trainer_seen, run.fleet = "", False, core.now, None
     for version in run.versions.values():
-        version.sources = ()  # its bytes died with the trainer that served them
+        # Its bytes died with the trainer that served them; what lies on a disk does not.
+        version.sources = tuple(source for source in version.sources if source.endpoint.startswith("file:"))
     for group in list(run.by_key.values()):
         if group.purpose == "eval" or group.step <= body.resume_step:
             sm.supersede(core, group, f"attempt {run.attempt} starts at step {body.resume_step}")
@@ -400,6 +401,7 @@ def _retire_versions(run: Run, keep: int = 4) -> None:
         if version not in used:
             run.versions[version].manifest = b""
             run.versions[version].sources = ()
+            run.directory.forget(version)
 
 
 def _trained(core: Core, run: Run, body: Trained) -> None:

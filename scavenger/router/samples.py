@@ -372,6 +372,6 @@ def target_version(run: Run) -> int:
     versions, oldest = run.versions, -1
     for wanted in (run.queue.versions(), run.leased):
         for version in wanted:
-            if (oldest < 0 or version < oldest) and version in versions and versions[version].sources:
+            if (oldest < 0 or version < oldest) and run.held(version):
                 oldest = version
     return oldest if oldest >= 0 else max(versions, default=-1)

@@ -20,6 +20,7 @@ from scavenger.router.placement import Slots
 from scavenger.router.policy import NewPolicy, RouterPolicy, SampleView, Standard
 from scavenger.router.queue import Queue
 from scavenger.router.told import Told
+from scavenger.weights.directory import Directory
 from scavenger.wire import Assign, EngineSpec, Fleet, GroupDone, Message, OpenRun, SampleKey, Sampling, Trained, WeightSource
 
 #: Refusals of one worker, or of one key, that become events; after these every hundredth does, the others are counted.
@@ -190,6 +191,7 @@ class Run:
     conn: int | None = None
     opening: tuple[int, int, OpenRun] | None = None  # (conn, call id, body) of an OpenRun that waits for its history
     versions: dict[int, Version] = field(default_factory=dict)
+    directory: Directory = field(default_factory=Directory)  # engines that serve its versions on
     next_version: int = 1
     last_step: int = 0
     resume_step: int = 0
@@ -228,6 +230,11 @@ class Run:
     told: Told = field(default_factory=Told)  # of its policy's decisions, to the ledger
     trained: Trained | None = None  # what its trainer last said of the step under way
 
+    def held(self, version: int) -> bool:
+        """Whether anybody can give out this version's bytes: its trainer, a disk or an engine."""
+        known = self.versions.get(version)
+        return known is not None and bool(known.manifest) and (bool(known.sources) or self.directory.available(version))
+
 
 @dataclass(slots=True)
 class Worker:
@@ -248,6 +255,8 @@ class Worker:
     loaded_version: int = -1
     asked_version: int = -1
     asked_at: float = 0.0
+    offered: int = 0  # revision of the directory that its holders were chosen from
+    offered_at: float = 0.0
     load_failures: int = 0
     drain_reason: str = ""
     lost_assignments: int = 0

@@ -13,7 +13,7 @@ from scavenger.router import advice
 from scavenger.router import samples as sm
 from scavenger.router.events import Identity
 from scavenger.router.policy import EngineProgress, Toggled, WorkerJoined, WorkerLost, WorkerReady
-from scavenger.router.state import Core, Run, Sample, SampleStatus, Silenced, Worker, WorkerStatus
+from scavenger.router.state import Core, Run, Sample, SampleStatus, Silenced, Version, Worker, WorkerStatus
 from scavenger.wire import (
     OLDEST_PROTOCOL,
     PROTOCOL,
@@ -30,6 +30,7 @@ from scavenger.wire import (
     Rejected,
     Revoke,
     SampleFailed,
+    Serving,
     Sleep,
     UseWeights,
     Wake,
@@ -43,6 +44,7 @@ from scavenger.wire import (
 
 MAX_LOAD_FAILURES = 5
 RETRY_LOAD_S = 1.0
+OFFER_S = 0.5  # between two lists of holders that a pulling worker is sent
 #: Departed connections whose repeats are answered: a fleet's worth.
 MAX_DEPARTED = 4096
 #: Reserved engines of one run that lost their slots and are refused should they still live.
@@ -86,7 +88,7 @@ def hello(core: Core, conn: int, identity: Identity, hello: WorkerHello) -> None
     core.departed.pop(conn, None)
     limits = core.limits
     pace = (limits.heartbeat_s, limits.flush_ms, limits.flush_tokens)
-    core.send_durable(conn, Welcome(worker.id, core.generation, run.name, run.engine, *pace, core.ledger))
+    core.send_durable(conn, Welcome(worker.id, core.generation, run.name, run.engine, *pace, core.ledger, relay=True))
     worker.loaded_version = worker.asked_version = _proved_version(run, hello)
     _resume_leases(core, worker, hello.held, foreign=core.foreign(hello.ledger))
     if hello.leaving:
@@ -264,6 +266,8 @@ def said(core: Core, conn: int, message: object, faults: Mapping[int, str] | Non
             _loaded(core, worker, message, version)
         case WeightsFailed():
             _load_failed(core, worker, message)
+        case Serving():
+            _serving(core, worker, message)
         case SampleFailed():
             _sample_failed(core, worker, message)
         case Asleep():
@@ -366,6 +370,7 @@ def _loaded(core: Core, worker: Worker, message: WeightsLoaded, version: int) ->
         core.peer_event(worker, "weights_refused", f"worker {worker.id}", f"loaded version {version} under another root hash")
         drain(core, worker, "it holds weights that nobody published")
         return
+    worker.run.directory.settled(worker.id)
     first, worker.loaded_version = worker.loads == 0, version
     worker.cache_tokens, worker.best_batch = message.cache_tokens, message.best_batch
     worker.loads += 1
@@ -388,8 +393,20 @@ def _loaded(core: Core, worker: Worker, message: WeightsLoaded, version: int) ->
     steer(core, worker)
 
 
+def _serving(core: Core, worker: Worker, message: Serving) -> None:
+    """It serves a version on. What it says is believed as far as the root goes: whoever pulls from it checks every byte."""
+    run, known = worker.run, worker.run.versions.get(message.version)
+    if message.source is None or known is None or known.root != message.root:
+        run.directory.drop(message.version, worker.id)
+    else:
+        before = run.held(message.version)
+        run.directory.hold(message.version, worker.id, worker.node, message.source)
+        run.dirty |= run.held(message.version) != before
+
+
 def _load_failed(core: Core, worker: Worker, message: WeightsFailed) -> None:
     worker.load_failures += 1
+    worker.run.directory.settled(worker.id)
     worker.asked_version, worker.asked_at = worker.loaded_version, core.now
     core.peer_event(worker, "weights_failed", f"worker {worker.id}", message.reason, version=message.version)
     if worker.load_failures >= MAX_LOAD_FAILURES:
@@ -444,16 +461,39 @@ def steer(core: Core, worker: Worker, target: int | None = None) -> None:
     version = worker.run.versions.get(wanted)
     if version is None:
         return
-    if wanted == worker.loaded_version and (wanted == worker.asked_version or not version.sources):
+    if wanted == worker.loaded_version and (wanted == worker.asked_version or not worker.run.held(wanted)):
         if worker.status is not WorkerStatus.READY or worker.asked_version != wanted:
             worker.status, worker.asked_version, worker.run.dirty = WorkerStatus.READY, wanted, True
             worker.run.restated.append(worker)
         return
-    if not version.sources or worker.asked_version == wanted or (worker.load_failures and core.now - worker.asked_at < RETRY_LOAD_S):
+    if not worker.run.held(wanted) or worker.asked_version == wanted:
+        return
+    if worker.load_failures and core.now - worker.asked_at < RETRY_LOAD_S:
         return
     worker.asked_version, worker.asked_at, worker.status, worker.run.dirty = wanted, core.now, WorkerStatus.LOADING, True
     worker.run.restated.append(worker)
-    core.send_durable(worker.conn, UseWeights(wanted, version.manifest, version.sources))  # behind its Welcome
+    _send_to_holders(core, worker, version)
+
+
+def _send_to_holders(core: Core, worker: Worker, version: Version, *, more: bool = False) -> None:
+    """Tell the worker whom to pull from, and what it alone holds of what the run still needs."""
+    run = worker.run
+    choice = run.directory.choose(version.version, worker.id, worker.node, version.sources)
+    worker.offered, worker.offered_at = run.directory.revision(version.version), core.now
+    needed = {*run.queue.versions(), *run.leased} - {version.version}
+    served = {v for v in needed if run.conn is not None and v in run.versions and run.versions[v].sources}  # its trainer has them
+    keep = tuple(sorted(v for v in needed - served if run.directory.last_holder(v) == worker.id))
+    manifest = b"" if more else version.manifest
+    core.send_durable(worker.conn, UseWeights(version.version, manifest, choice.sources, keep, more))  # behind its Welcome
+
+
+def _more_holders(core: Core, worker: Worker) -> None:
+    """A worker that still pulls hears of the holders that came and went since it was asked."""
+    version = worker.run.versions.get(worker.asked_version)
+    if version is None or worker.status is not WorkerStatus.LOADING or worker.asked_version == worker.loaded_version or worker.conn is None:
+        return
+    if worker.offered != worker.run.directory.revision(version.version) and core.now - worker.offered_at >= OFFER_S:
+        _send_to_holders(core, worker, version, more=True)
 
 
 def drain(core: Core, worker: Worker, reason: str) -> None:
@@ -478,6 +518,7 @@ def gone(core: Core, worker: Worker, reason: str, *, crashed: bool, flushed: boo
         WorkerLost(worker.id, worker.kind, worker.node, worker.gpus, core.now - worker.joined_at, preempted, reason), core.now
     )
     core.count("workers_lost")
+    worker.run.directory.gone(worker.id)
     worker.run.workers.pop(worker.id, None)
     core.workers.pop(worker.id, None)
     worker.run.dirty = True
@@ -502,6 +543,7 @@ def watch(core: Core, worker: Worker) -> None:
         core.event("worker_suspect", worker.run.id, f"worker {worker.id}", f"silent for {limits.suspect_s:g} s", node=worker.node)
     else:
         steer(core, worker)
+        _more_holders(core, worker)
 
 
 def _stalled(core: Core, worker: Worker) -> bool:

@@ -1,22 +1,30 @@
 """A weight version's manifest: what its bytes are and how each is verified (I8).
 
 Owns the table of tensors, the chunk hashes and the root hash. Knows no socket and no torch.
-Layout: all tensors one after another in the order of their names, without padding ("the blob"); the blob is cut into chunks of
-`chunk_nbytes`, each hashed by itself, so that any byte range can be pulled from any holder and checked alone.
+Layout: all tensors one after another without padding ("the blob"), wider items first and then by name, which is the data section of a
+safetensors file; the blob is cut into chunks of `chunk_nbytes`, each hashed by itself (xxh3-128), so that any of them can be pulled from
+any holder and checked alone. The root is the blake3 hash of the table and all chunk hashes. It travels over the authenticated channel, so
+whoever has it can check a manifest, and whoever has a checked manifest can check bytes from anywhere.
+The chunks' size follows from the blob's alone: equal weights have equal roots, however many ranks made them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import blake3
 import msgspec
+import xxhash
 
 from scavenger.errors import WeightsError
 
 CHUNK_NBYTES = 1 << 20
-ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+LARGE_CHUNK_NBYTES = 4 << 20  # of a blob above LARGE_BLOB_NBYTES: a manifest's size and the choice among chunks stay small
+LARGE_BLOB_NBYTES = 8 << 30
+MAX_CHUNK_NBYTES = 64 << 20  # a receiver holds a few chunks beside the blob
+ITEMSIZE = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "int8": 1, "uint8": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +47,16 @@ class Tensor(msgspec.Struct, frozen=True):
     nbytes: int
 
 
+class Shard(msgspec.Struct, frozen=True):
+    """The bytes [start, stop) of the blob, whole chunks, that the publisher's rank `owner` serves."""
+
+    owner: int
+    start: int
+    stop: int
+
+
 class Manifest(msgspec.Struct, frozen=True):
-    """`root` is the hash of everything but `version` and `parents`: equal roots are equal weights, whatever their numbers."""
+    """`root` is the hash of what the bytes are: equal roots are equal weights, whatever their number, parents and owners."""
 
     version: int
     parents: tuple[bytes, ...]  # root hashes of the versions that a delta may start from
@@ -49,6 +65,7 @@ class Manifest(msgspec.Struct, frozen=True):
     chunk_nbytes: int
     chunk_hashes: tuple[bytes, ...]
     root: bytes
+    shards: tuple[Shard, ...] = ()  # none: one owner of everything
 
     def chunk_range(self, index: int) -> tuple[int, int]:
         """Byte range [start, stop) of a chunk in the blob."""
@@ -56,32 +73,70 @@ class Manifest(msgspec.Struct, frozen=True):
         return start, min(start + self.chunk_nbytes, self.total_nbytes)
 
 
-def chunk_hash(data: bytes | memoryview) -> bytes:
-    return blake3.blake3(data).digest()
+def chunk_hash(data: bytes | bytearray | memoryview) -> bytes:
+    return xxhash.xxh3_128_digest(data)
+
+
+def chunk_nbytes_of(total_nbytes: int) -> int:
+    return CHUNK_NBYTES if total_nbytes <= LARGE_BLOB_NBYTES else LARGE_CHUNK_NBYTES
 
 
 def _root(tensors: Sequence[Tensor], total: int, chunk_nbytes: int, hashes: Sequence[bytes]) -> bytes:
     return blake3.blake3(msgspec.msgpack.encode([list(tensors), total, chunk_nbytes, list(hashes)])).digest()
 
 
+def layout(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[Tensor, ...]:
+    """Places in the blob for `name -> (dtype, shape)`. Raises `WeightsError` for a dtype that has no place."""
+    table: list[Tensor] = []
+    offset = 0
+    for name, (dtype, _) in tensors.items():
+        if dtype not in ITEMSIZE:
+            raise WeightsError(f"tensor {name!r} is {dtype}", f"publish one of {', '.join(ITEMSIZE)}")
+    for name in sorted(tensors, key=lambda name: (-ITEMSIZE[tensors[name][0]], name)):
+        dtype, shape = tensors[name]
+        nbytes = math.prod(shape) * ITEMSIZE[dtype]
+        table.append(Tensor(name, dtype, tuple(shape), offset, nbytes))
+        offset += nbytes
+    return tuple(table)
+
+
+def hashes_of(blob: memoryview, chunk_nbytes: int) -> tuple[bytes, ...]:
+    return tuple(chunk_hash(blob[i : i + chunk_nbytes]) for i in range(0, len(blob), chunk_nbytes))
+
+
+def seal(
+    version: int,
+    table: tuple[Tensor, ...],
+    hashes: tuple[bytes, ...],
+    *,
+    parents: tuple[bytes, ...] = (),
+    chunk_nbytes: int,
+    shards: tuple[Shard, ...] = (),
+) -> Manifest:
+    """The manifest of a blob that was laid out by `layout` and whose chunks have these hashes."""
+    total = table[-1].offset + table[-1].nbytes if table else 0
+    return Manifest(version, parents, table, total, chunk_nbytes, hashes, _root(table, total, chunk_nbytes, hashes), shards)
+
+
 def build(
     version: int,
     tensors: Mapping[str, tuple[str, tuple[int, ...], memoryview]],
     parents: tuple[bytes, ...] = (),
-    chunk_nbytes: int = CHUNK_NBYTES,
-) -> tuple[Manifest, bytearray]:
-    """Lay `name -> (dtype, shape, bytes)` out as a blob and hash it. Returns the manifest and the blob."""
-    table: list[Tensor] = []
-    blob = bytearray()
-    for name in sorted(tensors):
-        dtype, shape, data = tensors[name]
-        raw = data.cast("B") if data.nbytes else data
-        table.append(Tensor(name, dtype, tuple(shape), len(blob), raw.nbytes))
-        blob += raw
-    view = memoryview(blob)
-    hashes = tuple(chunk_hash(view[i : i + chunk_nbytes]) for i in range(0, len(blob), chunk_nbytes))
-    root = _root(table, len(blob), chunk_nbytes, hashes)
-    return Manifest(version, parents, tuple(table), len(blob), chunk_nbytes, hashes, root), blob
+    chunk_nbytes: int = 0,
+    blob: memoryview | None = None,
+) -> tuple[Manifest, memoryview]:
+    """Lay `name -> (dtype, shape, bytes)` out as a blob and hash it. Returns the manifest and the blob (`blob`, where it is given)."""
+    table = layout({name: (dtype, shape) for name, (dtype, shape, _) in tensors.items()})
+    total = table[-1].offset + table[-1].nbytes if table else 0
+    view = memoryview(bytearray(total)) if blob is None else blob
+    for tensor in table:
+        data = tensors[tensor.name][2]
+        if data.nbytes != tensor.nbytes:
+            raise WeightsError(f"tensor {tensor.name!r}: {data.nbytes} bytes given, its shape and dtype need {tensor.nbytes}")
+        if data.nbytes:
+            view[tensor.offset : tensor.offset + tensor.nbytes] = data.cast("B")
+    size = chunk_nbytes or chunk_nbytes_of(total)
+    return seal(version, table, hashes_of(view, size), parents=parents, chunk_nbytes=size), view
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -94,22 +149,32 @@ def decode(data: bytes, expected_root: bytes | None = None) -> Manifest:
         manifest = msgspec.msgpack.decode(data, type=Manifest)
     except msgspec.MsgspecError as error:
         raise WeightsError(f"not a manifest: {error}") from error
-    if manifest.chunk_nbytes <= 0 or manifest.total_nbytes < 0:
-        raise WeightsError("the manifest's sizes are not positive")
+    if not 0 < manifest.chunk_nbytes <= MAX_CHUNK_NBYTES or manifest.total_nbytes < 0:
+        raise WeightsError(f"the manifest's sizes are not positive, or its chunks are over {MAX_CHUNK_NBYTES:,} bytes")
     offset = 0
     for tensor in manifest.tensors:
-        items = 1
-        for side in tensor.shape:
-            items *= side
-        if tensor.offset != offset or tensor.dtype not in ITEMSIZE or tensor.nbytes != items * ITEMSIZE[tensor.dtype]:
+        possible = tensor.offset == offset and tensor.dtype in ITEMSIZE and all(side >= 0 for side in tensor.shape)
+        if not possible or tensor.nbytes != math.prod(tensor.shape) * ITEMSIZE[tensor.dtype]:
             raise WeightsError(f"tensor {tensor.name!r} of the manifest has an impossible place, dtype or size")
         offset += tensor.nbytes
     if offset != manifest.total_nbytes or len(manifest.chunk_hashes) != -(-offset // manifest.chunk_nbytes):
         raise WeightsError("the manifest's tensors and chunks do not add up to its total")
+    _check_shards(manifest)
     root = _root(manifest.tensors, manifest.total_nbytes, manifest.chunk_nbytes, manifest.chunk_hashes)
     if root != manifest.root or (expected_root is not None and root != expected_root):
         raise WeightsError("the manifest does not match its root hash")
     return manifest
+
+
+def _check_shards(manifest: Manifest) -> None:
+    end = 0
+    for shard in manifest.shards:
+        whole = shard.stop % manifest.chunk_nbytes == 0 or shard.stop == manifest.total_nbytes
+        if shard.start != end or shard.stop < shard.start or not whole:
+            raise WeightsError(f"the manifest's shard of rank {shard.owner} does not follow the one before in whole chunks")
+        end = shard.stop
+    if manifest.shards and end != manifest.total_nbytes:
+        raise WeightsError(f"the manifest's shards end at byte {end} of {manifest.total_nbytes}")
 
 
 def views(manifest: Manifest, blob: bytes | bytearray | memoryview) -> list[TensorView]:

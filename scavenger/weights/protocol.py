@@ -1,68 +1,126 @@
-"""The bulk messages between a weights source and whoever pulls from it: one request frame, one or two answer frames.
+"""The bulk messages between a holder of weights and whoever pulls from it, the same on every transport.
 
-Owns the structs and their bounds. Knows no socket. An answer's bytes travel as a frame of their own behind the `Part`, so that
-neither side copies them. The token proves that the receiver was told of the version over the authenticated control channel.
+Owns the structs, their bounds and the proof of a request. Knows no socket. Every request stands alone: it proves by itself that the
+receiver was told of the version's token over the authenticated control channel, without showing the token. Whoever overhears a request
+on a network in the clear can repeat it, and gets the bytes that passed there anyway.
+
+    Get(version, chunk)  ->  Part, then the chunk's bytes; or NoSuch        Have(version)  ->  Holds, or NoSuch
+    Map(version)         ->  one byte with a descriptor of the memory, or without one where it is refused (same node only)
 """
 
 from __future__ import annotations
 
+import secrets
+
+import blake3
 import msgspec
 
 from scavenger.errors import WireError
 
 TOKEN_NBYTES = 32
 MAX_REQUEST_BYTES = 512
+#: A bitmap of as many chunks as a blob can have: 2 TB in chunks of 4 MiB.
+MAX_ANSWER_BYTES = 128 * 1024
 
 
 class Get(msgspec.Struct, frozen=True, tag=True):
-    """Ask for one chunk of a version. `token` is exactly 32 bytes."""
+    """Ask for one chunk of a version. `parent`: root of weights that the receiver has: a delta from those will do."""
 
     version: int
-    token: bytes
     chunk: int
+    proof: bytes
+    parent: bytes = b""
+
+
+class Have(msgspec.Struct, frozen=True, tag=True):
+    """Ask which chunks there are."""
+
+    version: int
+    proof: bytes
+
+
+class Map(msgspec.Struct, frozen=True, tag=True):
+    """Ask for the memory itself."""
+
+    version: int
+    proof: bytes
 
 
 class Part(msgspec.Struct, frozen=True, tag=True):
-    """The chunk's bytes follow in the next frame."""
+    """`nbytes` bytes follow: the chunk's, or a chain of deltas to it from the receiver's own."""
 
     version: int
     chunk: int
+    nbytes: int
+    delta: bool = False
 
 
 class NoSuch(msgspec.Struct, frozen=True, tag=True):
-    """The chunk cannot be had here. `reason` says why; a wrong token and an unknown version are answered alike."""
+    """The request cannot be met here. `reason` says why; a wrong token and an unknown version are answered alike.
+
+    `chunk` is -1 where none was asked for. `absent`: the version is here, the chunk not, or not yet.
+    """
 
     version: int
     chunk: int
     reason: str
+    absent: bool = False
 
 
+class Holds(msgspec.Struct, frozen=True, tag=True):
+    """What is here: everything, or the chunks whose bits are set (lowest bit first)."""
+
+    version: int
+    complete: bool
+    bitmap: bytes = b""
+
+
+Request = Get | Have | Map
+Answer = Part | NoSuch | Holds
 _encoder = msgspec.msgpack.Encoder()
-_requests = msgspec.msgpack.Decoder(Get)
-_answers = msgspec.msgpack.Decoder(Part | NoSuch)
+_requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
+_answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
-def encode(message: Get | Part | NoSuch) -> bytes:
+def _proof(token: bytes, what: str, version: int, chunk: int) -> bytes:
+    return blake3.blake3(f"{what} {version} {chunk}".encode(), key=token).digest(length=16)
+
+
+def get(token: bytes, version: int, chunk: int, parent: bytes = b"") -> bytes:
+    return _encoder.encode(Get(version, chunk, _proof(token, "get", version, chunk), parent))
+
+
+def have(token: bytes, version: int) -> bytes:
+    return _encoder.encode(Have(version, _proof(token, "have", version, -1)))
+
+
+def map_(token: bytes, version: int) -> bytes:
+    return _encoder.encode(Map(version, _proof(token, "map", version, -1)))
+
+
+def proven(request: Request, token: bytes) -> bool:
+    """Whether the request was made by one who knows `token`."""
+    chunk = request.chunk if isinstance(request, Get) else -1
+    return secrets.compare_digest(request.proof, _proof(token, type(request).__name__.lower(), request.version, chunk))
+
+
+def encode(message: Answer) -> bytes:
     return _encoder.encode(message)
 
 
-def decode_request(frame: bytes | memoryview) -> Get:
+def decode_request(frame: bytes | memoryview) -> Request:
     """Raises `WireError` for anything that is not a well-formed request."""
     if len(frame) > MAX_REQUEST_BYTES:
         raise WireError(f"a weights request of {len(frame)} bytes is over the limit of {MAX_REQUEST_BYTES}")
     try:
-        request = _requests.decode(frame)
+        return _requests.decode(frame)
     except msgspec.MsgspecError as error:
         raise WireError(f"not a weights request: {error}") from error
-    if len(request.token) != TOKEN_NBYTES:
-        raise WireError(f"a token of {len(request.token)} bytes, not {TOKEN_NBYTES}")
-    return request
 
 
-def decode_answer(frame: bytes | memoryview) -> Part | NoSuch:
+def decode_answer(frame: bytes | bytearray | memoryview) -> Answer:
     """Raises `WireError` for anything that is not an answer's first frame."""
     try:
-        answer: Part | NoSuch = _answers.decode(frame)
+        return _answers.decode(frame)
     except msgspec.MsgspecError as error:
         raise WireError(f"not a weights answer: {error}") from error
-    return answer

@@ -1,28 +1,162 @@
-"""Fetches one version from its sources and returns it only when every byte is verified (I8).
+"""Fetches one version from all its holders and gives it out only when every byte is verified (I8).
 
-Owns the sockets of one pull; `transfer` decides. One task a source, each with its own connection. Knows no engine.
+Owns the threads and connections of one pull; `transfer` decides. One thread a connection: receiving, hashing and copying run outside the
+interpreter's lock, so they overlap. A chunk is received into the thread's own memory, hashed there, and only then copied into place.
+Every wait ends: a connection is closed when it is silent for `stall_s`, the pull at its deadline, with what is missing and why.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import random
+import threading
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import structlog
 import zmq
-import zmq.asyncio
 
 from scavenger import wire
 from scavenger.errors import WeightsError, WireError
 from scavenger.keys import KeyPair
+from scavenger.weights import channel as channels
+from scavenger.weights import delta
+from scavenger.weights.channel import Channel, FileChannel, TcpChannel, ZmqChannel
 from scavenger.weights.manifest import Manifest
-from scavenger.weights.protocol import Get, Part, decode_answer, encode
+from scavenger.weights.memory import Buffer
+from scavenger.weights.protocol import Holds, NoSuch, Part
+from scavenger.weights.spool import SCHEME
 from scavenger.weights.transfer import Limits, Transfer, Verdict
 
 _log = structlog.get_logger(__name__)
-_IDLE_S = 0.02  # how soon a source without work looks whether another one's chunks came back
-_FRAME_SLACK = 4096
+_IDLE_S = 0.02  # how soon a connection without work looks whether there is some again
+_LOOK_S = channels.LOOK_S  # also how often a partial holder is asked what it has
+MAX_SOURCES = 16
+
+
+class Pull:
+    """One version on its way here. Connections begin with `offer`; what arrived stays when they end, so a pull can be gone on with."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        keypair: KeyPair,
+        *,
+        limits: Limits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        seed: int | None = None,
+        arrived: Callable[[int], None] | None = None,
+        base: tuple[Manifest, Buffer] | None = None,
+    ) -> None:
+        """`arrived` is told each verified chunk, from any thread. `seed`: this receiver's own order of chunks; None = random.
+
+        `base`: verified weights that are here, which deltas may start from.
+        """
+        self.manifest = manifest
+        self.buffer = Buffer(manifest.total_nbytes)
+        self.base = base if base is not None and delta.same_layout(base[0], manifest) else None
+        self.deltas = self.nbytes = 0  # chunks that came as deltas; bytes that came at all
+        self.keypair = keypair
+        self.limits = limits or Limits()
+        self.clock = clock
+        self.arrived = arrived or (lambda _chunk: None)
+        self.boot = channels.boot_id()
+        self.lock = threading.Lock()
+        self.ended = threading.Event()
+        seed = random.getrandbits(32) if seed is None else seed
+        self.transfer = Transfer(manifest, 0, self.limits, clock(), blob=self.buffer.view, seed=seed)
+        self.context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._sources: list[wire.WeightSource] = []
+        self._streams: list[_Stream] = []
+        self._told: Callable[[], None] = lambda: None
+
+    def offer(self, sources: Sequence[wire.WeightSource]) -> None:
+        """Pull from these too. A source that is known already goes on as it does, or is tried again if it was given up."""
+        with self.lock:
+            busy = {stream.source for stream in self._streams if stream.is_alive()}
+            fresh = [source for source in dict.fromkeys(sources) if source not in busy][: MAX_SOURCES - len(busy)]
+            share = max(1, self.limits.streams // max(1, len(fresh)))
+            for source in fresh:
+                self._sources.append(source)
+                self._begin(source, share if source.complete else 1)
+
+    def _begin(self, source: wire.WeightSource, connections: int) -> None:
+        number = len(self._sources) - 1
+        for _ in range(connections):
+            self._streams.append(_Stream(self, self.transfer.add_holder(number, self.clock()), source))
+        for stream in self._streams[-connections:]:
+            stream.start()
+
+    async def finish(self, deadline_s: float) -> Buffer:
+        """Wait until every byte is here and verified. Raises `WeightsError` otherwise; the pull can then be gone on with (`again`)."""
+        loop = asyncio.get_running_loop()
+        news = asyncio.Event()
+
+        def told() -> None:
+            loop.call_soon_threadsafe(news.set)
+
+        self._told = told
+        threading.Thread(target=self._prepare, name="weights-memory", daemon=True).start()
+        try:
+            async with asyncio.timeout(deadline_s):
+                while not self.transfer.complete() and any(stream.is_alive() for stream in self._streams):
+                    with contextlib.suppress(TimeoutError):
+                        await asyncio.wait_for(news.wait(), _LOOK_S)
+                    news.clear()
+        except TimeoutError as error:
+            raise WeightsError(f"version {self.manifest.version} not complete after {deadline_s:g} s: {self._summary()}") from error
+        finally:
+            await self._end()
+        if self.transfer.complete():
+            return self.buffer
+        if not self._sources:
+            raise WeightsError(f"version {self.manifest.version} has no source", "the trainer publishes it again when it reconnects")
+        raise WeightsError(f"version {self.manifest.version}: every source was given up: {self._summary()}")
+
+    def here(self) -> list[int]:
+        """The chunks that are here and verified."""
+        with self.lock:
+            return [int(chunk) for chunk in np.flatnonzero(self.transfer.here)]
+
+    def again(self, manifest: Manifest | None = None) -> None:
+        """Make a pull that ended ready for further sources; what is here stays. `manifest`: the same weights under another number."""
+        self.manifest = manifest or self.manifest
+        self.ended.clear()
+        self._sources, self._streams = [], []
+        old = self.transfer
+        self.transfer = old.resumed(self.manifest, self.clock())
+
+    def _prepare(self) -> None:
+        """Make memory ahead of what comes; ends with the pull."""
+        for upto in range(0, self.manifest.total_nbytes + (64 << 20), 64 << 20):
+            if self.ended.is_set():
+                return
+            self.buffer.prepare(upto)
+
+    def _summary(self) -> str:
+        with self.lock:
+            return self.transfer.summary()
+
+    async def _end(self) -> None:
+        self.ended.set()
+        with self.lock:
+            streams = list(self._streams)
+        for stream in streams:
+            stream.hang_up()
+        await asyncio.shield(asyncio.to_thread(self._join, streams))
+
+    def _join(self, streams: Sequence[_Stream]) -> None:
+        for stream in streams:
+            stream.join()
+        if self.context is not None:
+            self.context.destroy(linger=0)
+            self.context = None
+
+    def news(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the waiter's loop is over
+            self._told()
 
 
 async def pull(
@@ -33,107 +167,195 @@ async def pull(
     *,
     limits: Limits | None = None,
     clock: Callable[[], float] = time.monotonic,
-) -> bytearray:
-    """Return the version's complete, verified blob.
+    seed: int | None = None,
+) -> Buffer:
+    """The version's complete, verified bytes.
 
     Raises `WeightsError`, naming what is missing and each source's last failure, after `deadline_s` or as soon as every source
     has refused or sent wrong bytes too often. Nothing is returned unverified; nothing is left behind.
     """
-    transfer = Transfer(manifest, len(sources), limits or Limits(), clock())
-    if transfer.complete():
-        return transfer.blob
-    if not sources:
-        raise WeightsError(f"version {manifest.version} has no source", "the trainer publishes it again when it reconnects")
-    context = zmq.asyncio.Context()
-    tasks = [asyncio.create_task(_Stream(transfer, i, source, keypair, context, clock).run()) for i, source in enumerate(sources)]
-    try:
-        async with asyncio.timeout(deadline_s):
-            await asyncio.gather(*tasks)
-    except TimeoutError as error:
-        raise WeightsError(f"version {manifest.version} not complete after {deadline_s:g} s: {transfer.summary()}") from error
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        context.destroy(linger=0)
-    if not transfer.complete():
-        raise WeightsError(f"version {manifest.version}: every source was given up: {transfer.summary()}")
-    return transfer.blob
+    work = Pull(manifest, keypair, limits=limits, clock=clock, seed=seed)
+    work.offer(sources)
+    return await work.finish(deadline_s)
 
 
-class _Stream:
-    """The connection to one source."""
+class _Stream(threading.Thread):
+    """One connection to one source. All that it knows of the version is in the pull's transfer."""
 
-    def __init__(
-        self,
-        transfer: Transfer,
-        index: int,
-        source: wire.WeightSource,
-        keypair: KeyPair,
-        context: zmq.asyncio.Context,
-        clock: Callable[[], float],
-    ) -> None:
-        self._transfer = transfer
+    def __init__(self, pull: Pull, index: int, source: wire.WeightSource) -> None:
+        super().__init__(name=f"weights-pull-{index}", daemon=True)
+        self.source = source
+        self._pull = pull
         self._index = index
-        self._source = source
-        self._keypair = keypair
-        self._context = context
-        self._clock = clock
+        self._channel: Channel | None = None
+        self._into = memoryview(bytearray(pull.manifest.chunk_nbytes))
+        self._made: memoryview | None = None  # where deltas are applied
+        self._bad_deltas = 0
+        self._have_at: float | None = None  # when it was last asked what it has; None: not on this connection
+        self._have_due = False
+        self._complaint = ""  # what its connection was last lost for
+        self._known = False  # whether it said on this connection what it has: nothing is asked of it before
 
-    async def run(self) -> None:
-        """Ask and take until the version is complete or this source is given up."""
-        transfer, index = self._transfer, self._index
-        socket = self._connect()
-        if socket is None:
-            return
+    def hang_up(self) -> None:
+        channel = self._channel
+        if channel is not None:
+            channel.close()
+
+    def run(self) -> None:
+        """Ask and take until the version is complete, the pull ends or this source is given up."""
+        pull, index = self._pull, self._index
+        holder = pull.transfer.holders[index]
         try:
-            while not transfer.complete() and not transfer.holders[index].given_up:
-                now = self._clock()
-                if transfer.stalled(index, now):
-                    _log.warning("weights.stalled", source=self._source.endpoint)
-                    socket.close(linger=0)
-                    if (socket := self._connect()) is None:
-                        return
-                for chunk in transfer.ask(index, now):
-                    await socket.send(encode(Get(transfer.manifest.version, self._source.token, chunk)))
-                wait = transfer.next_wait(index, now) if transfer.holders[index].asked else _IDLE_S
-                if await socket.poll(max(1, round(wait * 1000))):
-                    self._take(await socket.recv_multipart(copy=False))
+            while not (pull.ended.is_set() or pull.transfer.complete() or holder.given_up):
+                resting = holder.resting_until - pull.clock()
+                if resting > 0:
+                    pull.ended.wait(min(resting, _LOOK_S))
+                    continue
+                try:
+                    self._turn()
+                except (OSError, WireError) as error:
+                    self._lost(str(error))
         finally:
-            if socket is not None:
-                socket.close(linger=0)
+            self._disconnect()
+            pull.news()
 
-    def _take(self, frames: Sequence[zmq.Frame]) -> None:
-        now = self._clock()
-        try:
-            answer = decode_answer(frames[0].buffer)
-            if answer.version != self._transfer.manifest.version or len(frames) != (2 if isinstance(answer, Part) else 1):
-                raise WireError("an answer that was not asked for")
-        except WireError as error:
-            # Worth no more than silence: what was asked goes to others when the source stalls.
-            _log.warning("weights.garbage", source=self._source.endpoint, reason=error.cause)
+    def _lost(self, reason: str) -> None:
+        self._disconnect()
+        pull = self._pull
+        if not pull.ended.is_set():
+            if reason != self._complaint:  # once, not each time that it is tried again
+                _log.warning("weights.lost", source=self.source.endpoint, reason=reason)
+            self._complaint = reason
+            with pull.lock:
+                pull.transfer.lost(self._index, f"{self.source.endpoint}: {reason}", pull.clock())
+
+    def _turn(self) -> None:
+        """Ask what can be asked; take one answer, or wait a moment."""
+        pull, index = self._pull, self._index
+        channel = self._connected()
+        now = pull.clock()
+        with pull.lock:
+            chunks = pull.transfer.ask(index, now) if self._known else []
+            partial = pull.transfer.is_partial(pull.transfer.holders[index].source)
+            asked = bool(pull.transfer.holders[index].asked)
+        base = pull.base
+        if self._have_at is None or (partial and not self._have_due and now - self._have_at >= _LOOK_S):
+            channel.ask_have()
+            self._have_at, self._have_due = now, True
+        for chunk in chunks:
+            channel.ask(chunk, base[0].root if base is not None else b"")
+        if not asked and not self._have_due:
+            pull.ended.wait(_IDLE_S)
             return
-        if not isinstance(answer, Part):
-            self._transfer.refused(self._index, answer.chunk, answer.reason, now)
+        answer = channel.answer(self._into, self._heard)
+        if answer is not None:
+            self._take(answer)
             return
-        verdict = self._transfer.delivered(self._index, answer.chunk, frames[1].buffer, now)
+        with pull.lock:
+            silent = pull.transfer.stalled(index, pull.clock())
+        if silent:
+            _log.warning("weights.stalled", source=self.source.endpoint)
+            self._disconnect()
+        elif self._have_due and pull.clock() - (self._have_at or now) >= pull.limits.stall_s:
+            raise WireError(f"no answer for {pull.limits.stall_s:g} s")
+
+    def _heard(self) -> None:
+        self._pull.transfer.heard(self._index, self._pull.clock())
+
+    def _take(self, answer: Part | NoSuch | Holds) -> None:
+        pull, index = self._pull, self._index
+        if answer.version != pull.manifest.version:
+            raise WireError("an answer that was not asked for")
+        if isinstance(answer, Holds):
+            self._have_due, self._known = False, True
+            found = channels.bitmap(answer, len(pull.manifest.chunk_hashes))
+            with pull.lock:
+                source = pull.transfer.holders[index].source
+                pull.transfer.know(source, None if found is None else _mask(found, len(pull.manifest.chunk_hashes)))
+            return
+        if isinstance(answer, NoSuch):
+            with pull.lock:
+                if answer.absent:
+                    pull.transfer.absent(index, answer.chunk, pull.clock())
+                else:
+                    pull.transfer.refused(index, answer.chunk, answer.reason, pull.clock())
+            if answer.chunk < 0:
+                self._disconnect()  # it is asked again on the next one
+            return
+        data = self._into[: answer.nbytes]
+        pull.nbytes += answer.nbytes
+        if answer.delta:
+            data = self._from_delta(answer.chunk, data)
+        good = pull.transfer.matches(answer.chunk, data)
+        if answer.delta and not good and self._bad_deltas < 2 * pull.limits.window:
+            # Whether the delta or what is here is wrong: whole chunks are right. Those that are under way already are let go.
+            pull.base, self._bad_deltas = None, self._bad_deltas + 1
+            with pull.lock:
+                pull.transfer.returned(index, answer.chunk, pull.clock())
+            return
+        if good and not pull.transfer.here[answer.chunk]:
+            pull.transfer.write(answer.chunk, data)
+        with pull.lock:
+            verdict = pull.transfer.settle(index, answer.chunk, good, pull.clock())
         if verdict is Verdict.CORRUPT:
-            _log.warning("weights.corrupt", source=self._source.endpoint, chunk=answer.chunk)
+            _log.warning("weights.corrupt", source=self.source.endpoint, chunk=answer.chunk)
+        elif verdict is Verdict.ACCEPTED:
+            pull.arrived(answer.chunk)
 
-    def _connect(self) -> zmq.asyncio.Socket | None:
-        """A fresh connection; None, and the source given up, when its address cannot be used."""
-        socket = self._context.socket(zmq.DEALER)
-        socket.setsockopt(zmq.CURVE_SERVERKEY, self._source.server_key.encode())
-        socket.setsockopt(zmq.CURVE_PUBLICKEY, self._keypair.public.encode())
-        socket.setsockopt(zmq.CURVE_SECRETKEY, self._keypair.secret.encode())
-        socket.setsockopt(zmq.MAXMSGSIZE, self._transfer.manifest.chunk_nbytes + _FRAME_SLACK)
-        socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        socket.setsockopt(zmq.LINGER, 0)
+    def _from_delta(self, chunk: int, encoded: memoryview) -> memoryview:
+        """The chunk that a delta makes of the one that is here; whether it is the right one its hash will say."""
+        base, manifest = self._pull.base, self._pull.manifest
+        if base is None or not 0 <= chunk < len(manifest.chunk_hashes):
+            return encoded[:0]
+        if self._made is None:
+            self._made = memoryview(bytearray(manifest.chunk_nbytes))
+        start, stop = manifest.chunk_range(chunk)
+        made = self._made[: stop - start]
         try:
-            socket.connect(self._source.endpoint)
-        except zmq.ZMQError as error:
-            socket.close(linger=0)
-            self._transfer.abandon(self._index, f"{self._source.endpoint!r} cannot be used: {error}")
-            return None
-        return socket
+            delta.apply_chain(base[1].view[start:stop], encoded, made)
+        except WeightsError as error:
+            _log.warning("weights.bad_delta", source=self.source.endpoint, chunk=chunk, reason=error.cause)
+            return encoded[:0]
+        self._pull.deltas += 1
+        return made
+
+    # ---------------------------------------------------------------- connection
+
+    def _connected(self) -> Channel:
+        if self._channel is None:
+            self._have_at, self._have_due, self._known = None, False, False
+            self._channel = self._open()
+        return self._channel
+
+    def _open(self) -> Channel:
+        pull, source = self._pull, self.source
+        version, patience = pull.manifest.version, pull.limits.stall_s
+        if source.endpoint.startswith(SCHEME):
+            return FileChannel.open(source.endpoint.removeprefix(SCHEME), pull.manifest)
+        if source.local.partition(":")[0] == pull.boot:
+            try:
+                return FileChannel.neighbour(source, pull.manifest, patience)
+            except (OSError, WireError) as error:  # another network namespace, perhaps: the network remains
+                _log.info("weights.no_shared_memory", source=source.endpoint, reason=str(error))
+        if not source.server_key:
+            return TcpChannel.connect(source, version, patience)
+        with pull.lock:
+            if pull.context is None:
+                pull.context = zmq.Context()
+            context = pull.context
+        return ZmqChannel(source, version, pull.keypair, context, pull.manifest.chunk_nbytes)
+
+    def _disconnect(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is None:
+            return
+        channel.close()
+        if isinstance(channel, ZmqChannel):
+            channel.end()
+        with self._pull.lock:
+            self._pull.transfer.hung_up(self._index)
+
+
+def _mask(bitmap: bytes, chunks: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    bits = np.unpackbits(np.frombuffer(bitmap, dtype=np.uint8), count=chunks, bitorder="little")
+    return bits.astype(bool)

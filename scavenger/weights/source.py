@@ -1,120 +1,148 @@
-"""Serves the bytes of published versions to whoever holds a version's token.
+"""Serves the bytes of versions to whoever holds their tokens: the publisher's, and those of engines that serve on what they hold.
 
-Owns one thread, one ROUTER socket and the newest few versions. Knows nothing of tensors, engines or the daemon. Every receiver
-asks for chunks one by one (`protocol.Get`), so the receiver sets the pace: a stalled one has at most `SEND_QUEUE` answers
-waiting, further ones are dropped, and it asks again. Answers refer to the blob and are never copied into a queue.
+Owns the listening sockets and what it tells others of them. Knows nothing of tensors, engines or the daemon. Every receiver asks for
+chunks one by one, so it sets the pace; one that does not read holds up its own connection only, and loses it after `send_s`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import secrets
 import socket
 import threading
-from collections import OrderedDict
-from dataclasses import dataclass
+import time
 
 import structlog
-import zmq
 
 from scavenger import wire
 from scavenger.errors import WeightsError, WireError
+from scavenger.weights.channel import boot_id, read_exactly, send_frame, set_timeouts
+from scavenger.weights.deltas import Deltas
 from scavenger.weights.manifest import Manifest
-from scavenger.weights.protocol import MAX_REQUEST_BYTES, TOKEN_NBYTES, NoSuch, Part, decode_request, encode
+from scavenger.weights.memory import Buffer
+from scavenger.weights.protocol import MAX_REQUEST_BYTES, Map, decode_request, encode
+from scavenger.weights.shelf import Shelf, SourceStats
+from scavenger.weights.source_zmq import CurveServer
 
-SEND_QUEUE = 16  # answers that may wait for one receiver
-_POLL_MS = 1000
+IDLE_S = 60.0
+SEND_S = 30.0
+LEASE_S = 15.0
+MAX_CONNECTIONS = 256
+_PIECE = 256 << 10  # a paced source sends so much at a time
 _log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _Published:
-    manifest: Manifest
-    blob: memoryview
-    token: bytes
-
-
-@dataclass(slots=True)
-class SourceStats:
-    """Counters since the start."""
-
-    parts: int = 0
-    nbytes: int = 0
-    refused: int = 0
-    malformed: int = 0
-    dropped: int = 0
-
-
 class WeightSource:
-    """A server thread. `publish`, `retire` and `close` may be called from any thread."""
+    """Server threads. Everything may be called from any thread."""
 
-    def __init__(self, listen: str = "127.0.0.1", advertise: str = "", keep: int = 2) -> None:
-        """Bind a port that the system gives on the interface `listen`; receivers are told to connect to `advertise`.
+    def __init__(
+        self,
+        listen: str = "127.0.0.1",
+        advertise: str = "",
+        keep: int = 2,
+        *,
+        encrypt: bool = False,
+        local: bool = True,
+        lease_s: float = LEASE_S,
+        nbytes_per_s: float = 0.0,
+        deltas: int = 0,
+    ) -> None:
+        """Bind ports that the system gives on the interface `listen`; receivers are told to connect to `advertise`.
 
-        `keep` versions are served; publishing one more retires the oldest. Raises `WeightsError` when the bind fails.
+        `keep` versions are served; publishing one more retires the oldest. `encrypt`: under CURVE. `local`: hand the memory to readers
+        on this machine. `deltas`: from so many versions back. `nbytes_per_s`: what it sends at most, all receivers together; 0 = no
+        bound. Raises `WeightsError` when it cannot bind.
         """
-        self._keep = keep
-        self._versions: OrderedDict[int, _Published] = OrderedDict()
+        self._shelf = Shelf(keep, lease_s, links=deltas)
+        self._pace = _Pace(nbytes_per_s)
+        self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self.stats = SourceStats()
-        self._context = zmq.Context()
-        public, secret = zmq.curve_keypair()
-        router = self._context.socket(zmq.ROUTER)
-        router.setsockopt(zmq.CURVE_SERVER, 1)
-        router.setsockopt(zmq.CURVE_SECRETKEY, secret)
-        router.setsockopt(zmq.CURVE_PUBLICKEY, public)
-        router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a full queue is then an error that we count, not a silent drop
-        router.setsockopt(zmq.SNDHWM, SEND_QUEUE)
-        router.setsockopt(zmq.RCVHWM, 1024)
-        router.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
-        router.setsockopt(zmq.LINGER, 0)
-        router.setsockopt(zmq.HANDSHAKE_IVL, 10_000)
+        self._open: dict[int, tuple[socket.socket, threading.Thread]] = {}
+        self._listeners: list[tuple[socket.socket, threading.Thread]] = []
+        self._closed = threading.Event()
+        host = advertise or (socket.gethostname() if listen == "0.0.0.0" else listen)
+        self._curve: CurveServer | None = None
         try:
-            port = router.bind_to_random_port(f"tcp://{socket.gethostbyname(listen)}")
-        except (zmq.ZMQError, OSError) as error:
-            router.close()
-            self._context.term()
+            if encrypt:
+                self._curve = CurveServer(self._shelf, socket.gethostbyname(listen))
+                port = self._curve.port
+            else:
+                server = socket.create_server((socket.gethostbyname(listen), 0), backlog=64)
+                port = server.getsockname()[1]
+                self._listen(server)
+        except (OSError, WeightsError) as error:
             cause = f"the weights source cannot bind {listen}: {error}"
             raise WeightsError(cause, "set weights.listen to an interface of this host") from error
-        host = advertise or (socket.gethostname() if listen == "0.0.0.0" else listen)
         self.endpoint = f"tcp://{host}:{port}"
-        self.server_key = public.decode()
-        self._wake, wake_end = self._pair()
-        self._thread = threading.Thread(target=self._serve, args=(router, wake_end), name="weights-source", daemon=True)
-        self._thread.start()
+        self.server_key = self._curve.server_key if self._curve else ""
+        self.local = self._listen_locally() if local else ""
 
-    def publish(self, manifest: Manifest, blob: bytes | bytearray | memoryview) -> wire.WeightSource:
-        """Serve a version; the caller must not change `blob` before the version is retired and its readers are done.
+    @property
+    def stats(self) -> SourceStats:
+        return self._shelf.stats
+
+    @property
+    def deltas(self) -> Deltas:
+        return self._shelf.deltas
+
+    # ---------------------------------------------------------------- what is served
+
+    def publish(self, manifest: Manifest, blob: bytes | bytearray | memoryview | Buffer) -> wire.WeightSource:
+        """Serve a version; the caller must not change the bytes before `free` says that nobody reads them.
 
         Publishing a version again with the same root returns the source it has. Raises `WeightsError` otherwise.
         """
-        view = memoryview(blob).cast("B")
-        if view.nbytes != manifest.total_nbytes:
-            raise WeightsError(f"version {manifest.version}: {view.nbytes} bytes given, the manifest names {manifest.total_nbytes}")
-        if not self._thread.is_alive():
-            raise WeightsError("the weights source has stopped", "the trainer's log says why; restart the trainer")
-        with self._lock:
-            present = self._versions.get(manifest.version)
-            if present is not None and present.manifest.root != manifest.root:
-                raise WeightsError(f"version {manifest.version} was published with other weights", "versions are never reused")
-            if present is None:
-                present = _Published(manifest, view.toreadonly(), secrets.token_bytes(TOKEN_NBYTES))
-                self._versions[manifest.version] = present
-                while len(self._versions) > self._keep:
-                    self._versions.popitem(last=False)
-        return wire.WeightSource(self.endpoint, self.server_key, present.token)
+        return self._put(manifest, blob, empty=False)
+
+    def publish_empty(self, manifest: Manifest, buffer: Buffer) -> wire.WeightSource:
+        """Serve a version as it arrives: `arrived` says which chunk is here and verified, `completed` that all are."""
+        return self._put(manifest, buffer, empty=True)
+
+    def _put(self, manifest: Manifest, blob: bytes | bytearray | memoryview | Buffer, *, empty: bool) -> wire.WeightSource:
+        buffer = blob if isinstance(blob, Buffer) else None
+        view = buffer.view if buffer is not None else memoryview(blob).cast("B")  # type: ignore[arg-type]
+        if self._closed.is_set() or not all(thread.is_alive() for _, thread in self._listeners):
+            raise WeightsError("the weights source has stopped", "the process's log says why; restart it")
+        token = self._shelf.put(manifest, view, buffer, empty=empty)
+        local = self.local if buffer is not None else ""
+        return wire.WeightSource(self.endpoint, self.server_key, token, local, not empty)
+
+    def arrived(self, version: int, chunk: int) -> None:
+        self._shelf.arrived(version, chunk)
+
+    def completed(self, version: int) -> None:
+        self._shelf.completed(version)
+
+    def versions(self) -> list[int]:
+        return self._shelf.versions()
 
     def retire(self, version: int) -> None:
-        """Serve this version no longer. Answers already queued still hold its bytes until they are sent or dropped."""
-        with self._lock:
-            self._versions.pop(version, None)
+        """Serve this version to nobody new. Who reads it may go on until its lease runs out."""
+        self._shelf.retire(version)
+
+    def withdraw(self, version: int) -> None:
+        """Serve this version to nobody, at once; its memory stays as it is."""
+        self._shelf.withdraw(version)
+
+    def free(self, version: int, timeout_s: float) -> bool:
+        """Whether a retired version's memory may be written again, waiting for its readers."""
+        return self._shelf.wait_gone(version, timeout_s)
 
     def close(self) -> None:
-        """Stop serving and release the port. Idempotent."""
-        if self._thread.is_alive():
-            self._wake.send(b"")
-            self._thread.join()
-        self._wake.close()
-        self._context.term()
+        """Stop serving and release the ports. Idempotent."""
+        self._closed.set()
+        with self._lock:
+            threads = [*self._listeners, *self._open.values()]
+        for sock, _ in threads:
+            with contextlib.suppress(OSError):  # a listener is not connected; a receiver may have gone
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
+        for _, thread in threads:
+            thread.join()
+        self._shelf.deltas.wait(stop=True)
+        if self._curve is not None:
+            self._curve.close()
 
     def __enter__(self) -> WeightSource:
         return self
@@ -122,64 +150,111 @@ class WeightSource:
     def __exit__(self, *_exc: object) -> None:
         self.close()
 
-    def _pair(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-        ours, theirs = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
-        address = f"inproc://wake-{id(self)}"
-        ours.setsockopt(zmq.LINGER, 0)
-        theirs.setsockopt(zmq.LINGER, 0)
-        ours.bind(address)
-        theirs.connect(address)
-        return ours, theirs
+    # ---------------------------------------------------------------- sockets
 
-    def _serve(self, router: zmq.Socket[bytes], wake: zmq.Socket[bytes]) -> None:
-        poller = zmq.Poller()
-        poller.register(router, zmq.POLLIN)
-        poller.register(wake, zmq.POLLIN)
-        try:
-            while True:
-                ready = dict(poller.poll(_POLL_MS))
-                if wake in ready:
-                    return
-                if router in ready:
-                    self._answer(router, router.recv_multipart())
-        finally:
-            router.close()
-            wake.close()
+    def _listen(self, server: socket.socket) -> None:
+        thread = threading.Thread(target=self._accept, args=(server,), name="weights-source", daemon=True)
+        self._listeners.append((server, thread))
+        thread.start()
 
-    def _answer(self, router: zmq.Socket[bytes], frames: list[bytes]) -> None:
+    def _listen_locally(self) -> str:
+        """A socket in the abstract namespace: no file that could outlive the process."""
+        name = f"scavenger-weights-{secrets.token_hex(8)}"
+        server = socket.socket(socket.AF_UNIX)
+        server.bind("\0" + name)
+        server.listen(64)
+        self._listen(server)
+        return f"{boot_id()}:{name}"
+
+    def _accept(self, server: socket.socket) -> None:
+        while not self._closed.is_set():
+            try:
+                sock, _ = server.accept()
+            except OSError as error:
+                if not self._closed.is_set():
+                    _log.error("weights.source_stopped", reason=str(error))
+                return
+            number = next(self._numbers)
+            with self._lock:
+                if self._closed.is_set() or len(self._open) >= MAX_CONNECTIONS:
+                    self.stats.dropped += 1
+                    sock.close()
+                    continue
+                thread = threading.Thread(target=self._serve, args=(sock, number), name=f"weights-serve-{number}", daemon=True)
+                self._open[number] = (sock, thread)
+                thread.start()
+
+    def _serve(self, sock: socket.socket, number: int) -> None:
         try:
-            if len(frames) != 2:
-                raise WireError(f"a weights request of {len(frames) - 1} frames, not 1")
-            request = decode_request(frames[1])
+            set_timeouts(sock, 1.0, SEND_S)
+            if sock.family != socket.AF_UNIX:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            frame = memoryview(bytearray(MAX_REQUEST_BYTES))
+            while not self._closed.is_set():
+                read_exactly(sock, frame[:4], _nothing, IDLE_S)
+                size = int.from_bytes(frame[:4], "little")
+                if size > MAX_REQUEST_BYTES:
+                    raise WireError(f"a weights request of {size} bytes is over the limit of {MAX_REQUEST_BYTES}")
+                read_exactly(sock, frame[:size], _nothing, IDLE_S)
+                self._answer(sock, frame[:size], number)
         except WireError as error:
             self.stats.malformed += 1
             _log.warning("weights.malformed", reason=error.cause)
+        except OSError as error:  # the receiver went, or does not read
+            self.stats.dropped += isinstance(error, TimeoutError | BlockingIOError)
+        finally:
+            self._shelf.reader_left(number)
+            sock.close()
+            with self._lock:
+                self._open.pop(number, None)
+
+    def _answer(self, sock: socket.socket, frame: memoryview, number: int) -> None:
+        request = decode_request(frame)
+        if isinstance(request, Map):
+            self._hand_over(sock, request, number)
+            return
+        answer, data = self._shelf.answer(request, number)
+        send_frame(sock, encode(answer))
+        if data is None:
+            return
+        for start in range(0, len(data), _PIECE if self._pace.bounded else len(data)):
+            piece = data[start : start + _PIECE] if self._pace.bounded else data
+            self._pace.take(len(piece), self._closed)
+            sock.sendall(piece)
+        self.stats.parts += 1
+        self.stats.nbytes += len(data)
+
+    def _hand_over(self, sock: socket.socket, request: Map, number: int) -> None:
+        held = self._shelf.find(request, number)
+        buffer = getattr(held, "buffer", None)
+        if sock.family != socket.AF_UNIX or not isinstance(buffer, Buffer):
+            sock.sendall(b"\0")
+            return
+        fd = buffer.readonly_fd()
+        with open(fd, "rb"):  # closes our copy
+            socket.send_fds(sock, [b"\1"], [fd])
+        self.stats.mapped += 1
+
+
+class _Pace:
+    """A token bucket over all connections; it holds a tenth of a second's worth."""
+
+    def __init__(self, nbytes_per_s: float) -> None:
+        self.bounded = nbytes_per_s > 0
+        self._rate = nbytes_per_s
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+
+    def take(self, nbytes: int, ended: threading.Event) -> None:
+        if not self.bounded:
             return
         with self._lock:
-            held = self._versions.get(request.version)
-        allowed = secrets.compare_digest(request.token, held.token if held else bytes(TOKEN_NBYTES))
-        if held is None or not allowed:
-            self.stats.refused += 1
-            reply = NoSuch(request.version, request.chunk, f"version {request.version} is not served here under this token")
-            self._send(router, [frames[0], encode(reply)], 0)
-        elif not 0 <= request.chunk < len(held.manifest.chunk_hashes):
-            self.stats.refused += 1
-            self._send(router, [frames[0], encode(NoSuch(request.version, request.chunk, "the version has no such chunk"))], 0)
-        else:
-            start, stop = held.manifest.chunk_range(request.chunk)
-            header = encode(Part(request.version, request.chunk))
-            self._send(router, [frames[0], header, held.blob[start:stop]], stop - start)
+            now = time.monotonic()
+            self._free_at = max(self._free_at, now - 0.1) + nbytes / self._rate
+            wait = self._free_at - now
+        if wait > 0:
+            ended.wait(wait)
 
-    def _send(self, router: zmq.Socket[bytes], frames: list[bytes | memoryview], nbytes: int) -> None:
-        try:
-            router.send_multipart(frames, zmq.NOBLOCK, copy=False)
-        except zmq.Again:
-            self.stats.dropped += 1  # the receiver's queue is full: it asks again when it has caught up
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            self.stats.dropped += 1  # the receiver is gone
-        else:
-            if nbytes:
-                self.stats.parts += 1
-                self.stats.nbytes += nbytes
+
+def _nothing() -> None:
+    pass

@@ -1,16 +1,30 @@
-"""Which chunk is asked of which holder, and what becomes of an answer: the pure core of a pull.
+"""Which chunk is asked of which holder, and what becomes of an answer: the pure core of a pull. Theory of operation:
 
-Owns the bookkeeping of one version's transfer into one blob. No socket and no clock: time is an argument. Any holder may deliver
-any chunk; a holder that fails loses what was asked of it to the others. A chunk is accepted only with the manifest's hash.
+A chunk is wanted, then in flight at one holder (at most two, when a faster one steals it from a slow one), then here. Nothing but a
+chunk with the manifest's hash is ever written to the blob, so what is here stays right whatever arrives later (I8).
+
+  which chunk   one that the fewest partial holders have, so that receivers who begin together fetch different ones from the publisher
+                and the rest from each other; among equals the order is the receiver's own (`seed`)
+  how many      as many as a holder delivers in `ahead_s`, between 2 and `window`
+  stealing      nothing is free any more: take the chunk that is expected last, if it comes from here in less than half its time
+  failures      a silent, lost or refusing holder gives its chunks back and rests, longer each time; only lies and refusals give it up
+
+Owns the bookkeeping of one version's transfer into one blob. No socket, no lock and no clock: time is an argument, and so is order.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import Any
+
+import numpy as np
 
 from scavenger.weights.manifest import Manifest, chunk_hash
+
+_MOST_COPIES = 2
+_RATE_MEMORY = 0.7
 
 
 class Verdict(Enum):
@@ -22,12 +36,13 @@ class Verdict(Enum):
     UNASKED = "unasked"
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Limits:
-    """`window` chunks are asked of a holder at a time; after `stall_s` without any answer they go back to all.
+    """`window` chunks are asked of a holder at a time; after `stall_s` without any byte they go back to all.
 
     A holder rests `backoff_s` after a failure, doubling to `backoff_max_s`, and is given up after `failures` in a row
     that say something about it (corrupt bytes, a refusal). Silence never gives a holder up: the deadline does.
+    `streams` connections are shared by all complete holders, at least one each; a partial holder gets one.
     """
 
     window: int = 8
@@ -35,12 +50,15 @@ class Limits:
     backoff_s: float = 0.05
     backoff_max_s: float = 2.0
     failures: int = 4
+    ahead_s: float = 0.1
+    streams: int = 4
 
 
 @dataclass(slots=True)
 class Holder:
-    """One source of the version, as this receiver has seen it."""
+    """One connection to a source, as this receiver has seen it. `source` numbers what the connection leads to."""
 
+    source: int
     asked: dict[int, float] = field(default_factory=dict)
     heard_at: float = 0.0
     resting_until: float = 0.0
@@ -48,22 +66,53 @@ class Holder:
     failures: int = 0
     given_up: bool = False
     reason: str = ""
+    rate: float = 0.0  # chunks a second; 0 = none delivered yet
+    delivered_at: float = 0.0
+    chunks: int = 0
 
 
 class Transfer:
     """One version on its way into `blob`."""
 
-    def __init__(self, manifest: Manifest, holders: int, limits: Limits, now: float) -> None:
+    def __init__(
+        self, manifest: Manifest, holders: int, limits: Limits, now: float, *, blob: memoryview | None = None, seed: int | None = None
+    ) -> None:
+        count = len(manifest.chunk_hashes)
         self.manifest = manifest
-        self.blob = bytearray(manifest.total_nbytes)
-        self.holders = [Holder(heard_at=now) for _ in range(holders)]
-        self.corrupt = 0
+        self.blob = memoryview(bytearray(manifest.total_nbytes)) if blob is None else blob
+        self.holders = [Holder(i, heard_at=now) for i in range(holders)]
+        self.corrupt = self.stolen = self.duplicates = 0
+        self.here = np.zeros(count, dtype=bool)
+        self.missing = count
+        self._bytes: np.ndarray[Any, Any] = np.frombuffer(self.blob, dtype=np.uint8)
         self._limits = limits
-        self._wanted = deque(range(len(manifest.chunk_hashes)))
-        self._missing = set(self._wanted)
+        self._free = np.ones(count, dtype=bool)
+        self._flying: dict[int, set[int]] = {}  # chunk -> holders that were asked for it
+        self._has: dict[int, np.ndarray[Any, Any]] = {}  # partial source -> its chunks
+        self._order = np.arange(count) if seed is None else np.random.default_rng(seed).permutation(count)
+        self._rarity = self._order
 
     def complete(self) -> bool:
-        return not self._missing
+        return not self.missing
+
+    def add_holder(self, source: int, now: float) -> int:
+        self.holders.append(Holder(source, heard_at=now))
+        return len(self.holders) - 1
+
+    def know(self, source: int, has: np.ndarray[Any, Any] | None) -> None:
+        """What a source said it has; None: everything. An unheard source is taken to have everything."""
+        if has is not None:
+            self._has[source] = has
+        elif self._has.pop(source, None) is None:
+            return
+        known: Sequence[np.ndarray[Any, Any]] = list(self._has.values())
+        counts = np.sum(known, axis=0, dtype=np.int64) if known else np.zeros_like(self._order)
+        self._rarity = counts * len(self._order) + self._order
+
+    def is_partial(self, source: int) -> bool:
+        return source in self._has
+
+    # ---------------------------------------------------------------- asking
 
     def ask(self, index: int, now: float) -> list[int]:
         """Chunks to request from holder `index` now."""
@@ -72,60 +121,157 @@ class Transfer:
             return []
         if not holder.asked:
             holder.heard_at = now  # silence counts from the first question on
-        chunks = []
-        # One that failed gets a single chunk until it delivers, lest the dead take work from the living again and again.
-        window = 1 if holder.backoff_s else self._limits.window
-        while self._wanted and len(holder.asked) < window:
-            chunk = self._wanted.popleft()
-            if chunk in self._missing:
-                holder.asked[chunk] = now
-                chunks.append(chunk)
+        chunks: list[int] = []
+        while len(holder.asked) < self._window(holder):
+            chunk = self._choose(index, now)
+            if chunk is None:
+                break
+            holder.asked[chunk] = now
+            self._flying.setdefault(chunk, set()).add(index)
+            self._free[chunk] = False
+            chunks.append(chunk)
         return chunks
 
-    def delivered(self, index: int, chunk: int, data: bytes | memoryview, now: float) -> Verdict:
-        """Take a chunk's bytes if they are what the manifest says."""
+    def _window(self, holder: Holder) -> int:
+        # One that failed gets a single chunk until it delivers, lest the dead take work from the living again and again.
+        if holder.backoff_s:
+            return 1
+        return max(min(2, self._limits.window), min(self._limits.window, round(holder.rate * self._limits.ahead_s)))
+
+    def _choose(self, index: int, now: float) -> int | None:
+        source = self.holders[index].source
+        has = self._has.get(source)
+        free = np.flatnonzero(self._free if has is None else self._free & has)
+        if len(free):
+            return int(free[np.argmin(self._rarity[free])])
+        return self._steal(index, has, now)
+
+    def _steal(self, index: int, has: np.ndarray[Any, Any] | None, now: float) -> int | None:
+        """The chunk in flight elsewhere that is expected last, if this holder has it in less than half that time."""
+        thief = self.holders[index]
+        if not thief.rate:
+            return None
+        mine = (len(thief.asked) + 1) / thief.rate
+        best, latest = None, 2 * mine
+        for chunk, at in self._flying.items():
+            if self.here[chunk] or len(at) >= _MOST_COPIES or (has is not None and not has[chunk]):
+                continue
+            if any(self.holders[other].source == thief.source for other in at):
+                continue  # two connections to one source share what it can send
+            expected = min(self._expected(self.holders[other], chunk, now) for other in at)
+            if expected > latest:
+                best, latest = chunk, expected
+        self.stolen += best is not None
+        return best
+
+    def _expected(self, holder: Holder, chunk: int, now: float) -> float:
+        """Seconds until the holder delivers the chunk. One that is later than its rate said is expected to take as long again."""
+        waited = now - max(holder.asked[chunk], holder.delivered_at)
+        place = list(holder.asked).index(chunk) + 1
+        return max(place / holder.rate - waited, waited) if holder.rate else max(waited, self._limits.ahead_s)
+
+    # ---------------------------------------------------------------- answers
+
+    def matches(self, chunk: int, data: bytes | bytearray | memoryview) -> bool:
+        """Whether these are the chunk's bytes. Reads nothing that changes: any thread may ask."""
+        if not 0 <= chunk < len(self.here):
+            return False
+        start, stop = self.manifest.chunk_range(chunk)
+        return len(data) == stop - start and chunk_hash(data) == self.manifest.chunk_hashes[chunk]
+
+    def write(self, chunk: int, data: bytes | bytearray | memoryview) -> None:
+        """Put matching bytes into place. Two threads may do so with one chunk: they write the same."""
+        start, stop = self.manifest.chunk_range(chunk)
+        self._bytes[start:stop] = np.frombuffer(data, dtype=np.uint8)
+
+    def settle(self, index: int, chunk: int, good: bool, now: float) -> Verdict:
+        """A holder delivered a chunk; `good`: it matched and is written."""
         holder = self.holders[index]
         holder.heard_at = now
-        if not 0 <= chunk < len(self.manifest.chunk_hashes):
+        if not 0 <= chunk < len(self.here):
             return Verdict.UNASKED
-        asked = holder.asked.pop(chunk, None) is not None
-        if chunk not in self._missing:
-            return Verdict.DUPLICATE
-        start, stop = self.manifest.chunk_range(chunk)
-        if len(data) != stop - start or chunk_hash(data) != self.manifest.chunk_hashes[chunk]:
+        asked_at = holder.asked.get(chunk)
+        self._unask(holder, index, chunk)
+        if not good and not self.here[chunk]:
             self.corrupt += 1
-            if asked:
-                self._wanted.append(chunk)
-            self._failed(holder, f"chunk {chunk} does not have the manifest's hash", now)
+            self._failed(index, f"chunk {chunk} does not have the manifest's hash", now)
             return Verdict.CORRUPT
-        self.blob[start:stop] = data
-        self._missing.discard(chunk)
+        if asked_at is not None:
+            self._measure(holder, asked_at, now)
+        if self.here[chunk]:
+            self.duplicates += 1
+            return Verdict.DUPLICATE
+        self.here[chunk], self._free[chunk] = True, False
+        self.missing -= 1
+        holder.chunks += 1
         holder.failures, holder.backoff_s = 0, 0.0
         return Verdict.ACCEPTED
+
+    def delivered(self, index: int, chunk: int, data: bytes | bytearray | memoryview, now: float) -> Verdict:
+        """All of the above in one go, for a driver without threads."""
+        good = self.matches(chunk, data)
+        if good:
+            self.write(chunk, data)
+        return self.settle(index, chunk, good, now)
+
+    def heard(self, index: int, now: float) -> None:
+        """Some bytes came: the holder is not silent, however slow."""
+        self.holders[index].heard_at = now
+
+    def absent(self, index: int, chunk: int, now: float) -> None:
+        """A partial holder does not have this chunk (yet): no fault of its."""
+        holder = self.holders[index]
+        holder.heard_at = now
+        self._unask(holder, index, chunk)
+        has = self._has.get(holder.source)
+        self.know(holder.source, np.zeros(len(self.here), dtype=bool) if has is None else has & (np.arange(len(has)) != chunk))
+
+    def returned(self, index: int, chunk: int, now: float) -> None:
+        """What came is of no use here, and that may be our own fault."""
+        holder = self.holders[index]
+        holder.heard_at = now
+        self._unask(holder, index, chunk)
 
     def refused(self, index: int, chunk: int, reason: str, now: float) -> None:
         """The holder says that it cannot deliver."""
         holder = self.holders[index]
         holder.heard_at = now
-        if holder.asked.pop(chunk, None) is not None:
-            self._wanted.append(chunk)
-            if now >= holder.resting_until:  # the rest of a window refused with it is the same failure
-                self._failed(holder, reason, now)
+        asked = chunk in holder.asked or chunk < 0
+        self._unask(holder, index, chunk)
+        if asked and now >= holder.resting_until:  # the rest of a window refused with it is the same failure
+            self._failed(index, reason, now)
 
     def stalled(self, index: int, now: float) -> bool:
         """True when the holder has been silent too long; what was asked of it is then wanted of others again."""
         holder = self.holders[index]
         if not holder.asked or now - holder.heard_at < self._limits.stall_s:
             return False
-        self._give_back(holder)
-        self._rest(holder, f"no answer for {self._limits.stall_s:g} s", now)
+        self.lost(index, f"no answer for {self._limits.stall_s:g} s", now)
         return True
+
+    def lost(self, index: int, reason: str, now: float) -> None:
+        """The connection is gone: nothing that was asked on it will come."""
+        self._give_back(index)
+        self._rest(self.holders[index], reason, now)
+
+    def hung_up(self, index: int) -> None:
+        """We closed the connection ourselves."""
+        self._give_back(index)
+
+    def resumed(self, manifest: Manifest, now: float) -> Transfer:
+        """A transfer of the same weights into the same memory, without holders: what is here stays here."""
+        again = Transfer(manifest, 0, self._limits, now, blob=self.blob)
+        again.here, again.missing, again._free = self.here, self.missing, ~self.here
+        again._order = again._rarity = self._order
+        return again
 
     def abandon(self, index: int, reason: str) -> None:
         """Nothing can come from this holder."""
         holder = self.holders[index]
         holder.given_up, holder.reason = True, reason
-        self._give_back(holder)
+        self._give_back(index)
+        if all(other.given_up for other in self.holders if other.source == holder.source):
+            self.know(holder.source, None)  # its chunks are not to be had
 
     def next_wait(self, index: int, now: float) -> float:
         """Seconds until holder `index` has to be looked at again, whatever arrives."""
@@ -137,21 +283,38 @@ class Transfer:
 
     def summary(self) -> str:
         """What is missing and why, for the error."""
-        total = len(self.manifest.chunk_hashes)
-        reasons = "; ".join(f"source {i}: {h.reason}" for i, h in enumerate(self.holders) if h.reason) or "no answer yet"
-        return f"{total - len(self._missing)} of {total} chunks arrived, {self.corrupt} with a wrong hash ({reasons})"
+        total = len(self.here)
+        reasons = "; ".join(f"source {h.source}: {h.reason}" for h in self.holders if h.reason) or "no answer yet"
+        return f"{total - self.missing} of {total} chunks arrived, {self.corrupt} with a wrong hash ({reasons})"
 
-    def _failed(self, holder: Holder, reason: str, now: float) -> None:
+    def _measure(self, holder: Holder, asked_at: float, now: float) -> None:
+        took = max(now - max(asked_at, holder.delivered_at), 1e-6)
+        holder.rate = 1 / took if not holder.rate else 1 / (_RATE_MEMORY / holder.rate + (1 - _RATE_MEMORY) * took)
+        holder.delivered_at = now
+
+    def _unask(self, holder: Holder, index: int, chunk: int) -> None:
+        """The chunk is no longer asked of this holder; free again where nobody else has it in flight."""
+        if holder.asked.pop(chunk, None) is None:
+            return
+        at = self._flying[chunk]
+        at.discard(index)
+        if not at:
+            del self._flying[chunk]
+            self._free[chunk] = not self.here[chunk]
+
+    def _failed(self, index: int, reason: str, now: float) -> None:
+        holder = self.holders[index]
         holder.failures += 1
         self._rest(holder, reason, now)
         if holder.failures >= self._limits.failures:
-            self.abandon(self.holders.index(holder), reason)
+            self.abandon(index, reason)
 
     def _rest(self, holder: Holder, reason: str, now: float) -> None:
         holder.reason = reason
         holder.backoff_s = min(max(holder.backoff_s * 2, self._limits.backoff_s), self._limits.backoff_max_s)
         holder.resting_until = now + holder.backoff_s
 
-    def _give_back(self, holder: Holder) -> None:
-        self._wanted.extend(sorted(holder.asked))
-        holder.asked.clear()
+    def _give_back(self, index: int) -> None:
+        holder = self.holders[index]
+        for chunk in list(holder.asked):
+            self._unask(holder, index, chunk)

@@ -2,7 +2,7 @@
 
     worker  (DEALER)  <->  daemon (ROUTER)  <->  trainer (DEALER)         CURVE on every socket, one MessagePack frame a message
 
-    worker  -> daemon   WorkerHello, then Chunks / Heartbeat / WeightsLoaded / SampleFailed / Yielded / Asleep / Goodbye
+    worker  -> daemon   WorkerHello, then Chunks / Heartbeat / WeightsLoaded / Serving / SampleFailed / Yielded / Asleep / Goodbye
     daemon  -> worker   Welcome or Rejected, then UseWeights / Assign / Yield / Revoke / Ack / Sleep / Wake / Drain / GoodbyeAck
     trainer -> daemon   Call(id, attempt, body), answered by Reply(id, body) with the same id; an unanswered call is repeated: all but
                          OpenRun, which then grants a further attempt, change nothing the second time
@@ -94,6 +94,7 @@ from scavenger.wire.worker import (
     Revoke,
     SampleFailed,
     SampleKey,
+    Serving,
     Sleep,
     ToWorker,
     UseWeights,
@@ -163,6 +164,7 @@ __all__ = [
     "SampleKey",
     "SampleOutcome",
     "Sampling",
+    "Serving",
     "SetReserved",
     "Share",
     "Sleep",

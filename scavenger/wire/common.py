@@ -63,11 +63,17 @@ class EngineSpec(Part, frozen=True):
 
 
 class WeightSource(Part, frozen=True):
-    """Where the bytes of a version lie. `token` opens exactly this version to whoever presents it."""
+    """Where the bytes of a version lie. `token` opens exactly this version to whoever proves to know it.
+
+    `endpoint`: "tcp://host:port", under CURVE where `server_key` is given, else in the clear; or "file://path" on a filesystem that both
+    see. `local`: "machine:name" of the holder's local socket, for readers on the same machine. Not `complete`: it says what it has.
+    """
 
     endpoint: str
     server_key: str
     token: bytes
+    local: str = ""
+    complete: bool = True
 
 
 # ---------------------------------------------------------------- daemon -> worker or trainer, before a session

@@ -131,6 +131,14 @@ class WeightsFailed(Message, frozen=True):
     reason: Words
 
 
+class Serving(Message, frozen=True):
+    """This worker serves a version to others, or the part of it that has come so far; None: no longer. Sent again after each Welcome."""
+
+    version: int
+    root: bytes
+    source: WeightSource | None
+
+
 class SampleFailed(Message, frozen=True):
     """The engine could not go on with this sample (NaN logprobs, …); its lease is over, accepted tokens stay."""
 
@@ -175,6 +183,7 @@ class Welcome(Message, frozen=True):
     flush_ms: float
     flush_tokens: int
     ledger: str = ""  # the ledger's history: another one than before means that what was leased and loaded under that one is void
+    relay: bool = False  # it keeps a directory of who holds which weights: say what you serve
 
 
 class HeartbeatAck(Message, frozen=True):
@@ -183,11 +192,17 @@ class HeartbeatAck(Message, frozen=True):
 
 
 class UseWeights(Message, frozen=True):
-    """Load this version before anything else is generated. `manifest` is an encoded weights.manifest.Manifest."""
+    """Load this version before anything else is generated. `manifest` is an encoded weights.manifest.Manifest.
+
+    `more`: the version is being pulled already, and these are its holders now; no manifest. `keep`: versions that nobody else holds
+    and that are still needed; go on serving them.
+    """
 
     version: int
     manifest: bytes
     sources: tuple[WeightSource, ...]
+    keep: tuple[int, ...] = ()
+    more: bool = False
 
 
 class Assign(Message, frozen=True):
@@ -232,7 +247,7 @@ class GoodbyeAck(Message, frozen=True):
     """All that was flushed is durable."""
 
 
-WorkerMessage = WorkerHello | Chunks | Heartbeat | WeightsLoaded | WeightsFailed | SampleFailed | Yielded | Asleep | Goodbye
+WorkerMessage = WorkerHello | Chunks | Heartbeat | WeightsLoaded | WeightsFailed | Serving | SampleFailed | Yielded | Asleep | Goodbye
 ToWorker = (
     Welcome | Rejected | HelloAgain | HeartbeatAck | UseWeights | Assign | Yield | Revoke | Ack | Sleep | Wake | Drain | GoodbyeAck
 )

@@ -22,6 +22,7 @@ from scavenger import keys, wire
 from scavenger.errors import EngineError
 from scavenger.weights import manifest as manifests
 from scavenger.weights.manifest import TensorView
+from scavenger.weights.pull import pull
 from scavenger.weights.source import WeightSource
 from scavenger.wire import EngineSpec, Held, Lease, SampleKey, Sampling, pack_tokens
 from tests.rollout.daemon import FakeDaemon
@@ -113,7 +114,7 @@ class Stage:
         return self.engine
 
     def welcome(self) -> None:
-        self.daemon.send(wire.Welcome(1, self.daemon.generation, "run", SPEC, BEAT_S, 20.0, 8))
+        self.daemon.send(wire.Welcome(1, self.daemon.generation, "run", SPEC, BEAT_S, 20.0, 8, relay=True))
 
     def use(self, version: int, corrupt: bool = False) -> bytes:
         manifest, blob = manifests.build(version, {"w": ("float32", (256,), memoryview(bytes([version]) * 1024))})
@@ -199,6 +200,36 @@ def test_a_restarted_daemon_gets_everything_above_the_durable_length(play: Run) 
         assert (chunk.epoch, chunk.offset) == (1, 10)
         assert list(wire.unpack_tokens(chunk.tokens))[: len(seen) - 10] == seen[10:]
         assert len(chunk.tokens) // 4 + 10 >= hello.held[0].length
+
+    play(scene)
+
+
+def test_a_worker_serves_on_what_it_loaded_and_says_so_again_to_a_restarted_daemon(play: Run) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.ready()
+        told = await stage.daemon.expect(wire.Serving)
+        assert told.source is not None
+        assert told.source.complete
+        manifest, blob = manifests.build(1, {"w": ("float32", (256,), memoryview(bytes([1]) * 1024))})
+        assert told.root == manifest.root
+        assert (await pull(manifest, [told.source], keys.generate(), 5.0)).view == blob
+        stage.restart_daemon()
+        await stage.daemon.expect(wire.WorkerHello)
+        stage.welcome()
+        assert await stage.daemon.expect(wire.Serving) == told
+
+    play(scene)
+
+
+def test_a_pull_whose_only_holder_is_silent_goes_on_with_those_that_the_daemon_names(play: Run) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.daemon.expect(wire.WorkerHello)
+        stage.welcome()
+        manifest, blob = manifests.build(1, {"w": ("float32", (256,), memoryview(bytes([1]) * 1024))})
+        nobody = wire.WeightSource("tcp://127.0.0.1:1", "", bytes(32))
+        stage.daemon.send(wire.UseWeights(1, manifests.encode(manifest), (nobody,)))
+        stage.daemon.send(wire.UseWeights(1, b"", (nobody, stage.source.publish(manifest, blob)), more=True))
+        assert (await stage.daemon.expect(wire.WeightsLoaded)).root == manifest.root
 
     play(scene)
 
@@ -351,7 +382,7 @@ def test_a_pull_that_fails_in_an_unforeseen_way_is_reported_and_tried_again_when
     async def scene(stage: Stage) -> None:
         await stage.ready()
         with monkeypatch.context() as patch:
-            patch.setattr("rollout.worker.pull", fails)
+            patch.setattr("scavenger.weights.store.Pull.finish", fails)
             stage.use(2)
             failed = await stage.daemon.expect(wire.WeightsFailed)
             assert (failed.version, kind_of(failed.reason)) == (2, "ValueError at test_worker.py")

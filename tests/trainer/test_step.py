@@ -124,7 +124,7 @@ def play(config: RunConfig, mesh: DeviceMesh, run: RecordedRun, scorer: Any = No
     ranks = Ranks(Solo(), learner)
     scoring = Scoring(scorer or LengthReward(), tokenizer, config.reward, config.algorithm, lambda line: None)
     result = Stepper(config, run, ranks, scoring, SAMPLING).step(1, 1, problems)
-    manifest, _ = publish.build_version(1, publish.gather(learner, "float64"), "float64")
+    manifest, _ = publish.build_version(1, learner, "float64")
     return result, manifest.root.hex()
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -13,17 +16,20 @@ import zmq
 from scavenger import keys, wire
 from scavenger.errors import WeightsError
 from scavenger.weights import manifest as manifests
+from scavenger.weights import protocol
 from scavenger.weights.manifest import Manifest
-from scavenger.weights.protocol import TOKEN_NBYTES, Get, NoSuch, decode_answer, encode
-from scavenger.weights.pull import pull
-from scavenger.weights.source import SEND_QUEUE, WeightSource
+from scavenger.weights.memory import Buffer
+from scavenger.weights.protocol import TOKEN_NBYTES, Holds, NoSuch, Part, decode_answer, decode_request, encode
+from scavenger.weights.pull import Pull, pull
+from scavenger.weights.source import WeightSource
+from scavenger.weights.source_zmq import SEND_QUEUE
 from scavenger.weights.transfer import Limits
 
 QUICK = Limits(window=4, stall_s=0.3, backoff_s=0.01, backoff_max_s=0.05)
 ME = keys.generate()
 
 
-def version(number: int, nbytes: int = 300_000, chunk_nbytes: int = 4096) -> tuple[Manifest, bytearray]:
+def version(number: int, nbytes: int = 300_000, chunk_nbytes: int = 4096) -> tuple[Manifest, memoryview]:
     data = os.urandom(nbytes // 8 * 8)
     half = len(data) // 8 * 4
     tensors = {
@@ -33,14 +39,20 @@ def version(number: int, nbytes: int = 300_000, chunk_nbytes: int = 4096) -> tup
     return manifests.build(number, tensors, chunk_nbytes=chunk_nbytes)
 
 
+@pytest.fixture(params=["tcp", "curve"])
+def source(request: pytest.FixtureRequest) -> Iterator[WeightSource]:
+    with WeightSource(encrypt=request.param == "curve") as made:
+        yield made
+
+
 @pytest.fixture
-def source() -> Iterator[WeightSource]:
+def tcp() -> Iterator[WeightSource]:
     with WeightSource() as made:
         yield made
 
 
-def get(manifest: Manifest, *sources: wire.WeightSource, deadline_s: float = 10.0, limits: Limits = QUICK) -> bytearray:
-    return asyncio.run(pull(manifest, sources, ME, deadline_s, limits=limits))
+def get(manifest: Manifest, *sources: wire.WeightSource, deadline_s: float = 10.0, limits: Limits = QUICK) -> memoryview:
+    return asyncio.run(pull(manifest, sources, ME, deadline_s, limits=limits)).view
 
 
 def test_a_pulled_version_is_the_published_one(source: WeightSource) -> None:
@@ -51,17 +63,17 @@ def test_a_pulled_version_is_the_published_one(source: WeightSource) -> None:
 
 def test_a_version_without_bytes_needs_no_source() -> None:
     manifest, _ = manifests.build(1, {})
-    assert get(manifest) == bytearray()
+    assert get(manifest) == b""
 
 
 def test_several_receivers_pull_at_once(source: WeightSource) -> None:
     manifest, blob = version(1)
     address = source.publish(manifest, blob)
 
-    async def all_of_them() -> list[bytearray]:
+    async def all_of_them() -> list[Buffer]:
         return await asyncio.gather(*(pull(manifest, [address], keys.generate(), 10.0) for _ in range(5)))
 
-    assert asyncio.run(all_of_them()) == [blob] * 5
+    assert [buffer.view for buffer in asyncio.run(all_of_them())] == [blob] * 5
 
 
 def test_an_older_version_is_served_until_two_newer_ones_are_published(source: WeightSource) -> None:
@@ -127,6 +139,8 @@ def test_a_source_that_cannot_be_addressed_does_not_stop_the_others(source: Weig
     manifest, blob = version(1)
     address = source.publish(manifest, blob)
     assert get(manifest, wire.WeightSource("tcp://", address.server_key, address.token), address) == blob
+    nobody = wire.WeightSource("tcp://127.0.0.1:1", address.server_key, address.token)
+    assert get(manifest, nobody, address) == blob
 
 
 def test_an_interface_that_this_host_does_not_have_is_refused_with_the_key_to_set() -> None:
@@ -136,80 +150,238 @@ def test_an_interface_that_this_host_does_not_have_is_refused_with_the_key_to_se
 
 
 class Faulty:
-    """A source that serves `parts` chunks and then is silent, closing its socket or not."""
+    """A holder on plain TCP that serves `parts` chunks and then is silent, ends, or ends within a chunk."""
 
-    def __init__(self, blob: bytes | bytearray, manifest: Manifest, parts: int, *, close: bool) -> None:
-        self._blob, self._manifest, self._parts, self._close = blob, manifest, parts, close
-        self.served = threading.Event()
-        public, secret = zmq.curve_keypair()
-        self._context = zmq.Context()
-        self._router = self._context.socket(zmq.ROUTER)
-        self._router.setsockopt(zmq.CURVE_SERVER, 1)
-        self._router.setsockopt(zmq.CURVE_SECRETKEY, secret)
-        self._router.setsockopt(zmq.LINGER, 0)
-        self._router.setsockopt(zmq.RCVTIMEO, 5000)
-        port = self._router.bind_to_random_port("tcp://127.0.0.1")
-        self.address = wire.WeightSource(f"tcp://127.0.0.1:{port}", public.decode(), bytes(TOKEN_NBYTES))
+    def __init__(self, blob: memoryview, manifest: Manifest, parts: int, how: str, slow_s: float = 0.0) -> None:
+        self._blob, self._manifest, self._parts, self._how, self._slow_s = blob, manifest, parts, how, slow_s
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.address = wire.WeightSource(f"tcp://127.0.0.1:{self._server.getsockname()[1]}", "", bytes(TOKEN_NBYTES))
+        self.served = 0
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
 
     def _run(self) -> None:
-        from scavenger.weights.protocol import Part, decode_request
+        while not self._done.is_set():
+            try:
+                sock, _ = self._server.accept()
+            except OSError:
+                return
+            with sock:
+                sock.settimeout(10)
+                self._talk(sock)
+            if self._how == "killed" and self.served >= self._parts:
+                self._server.close()
+                return
 
-        for _ in range(self._parts):
-            peer, frame = self._router.recv_multipart()
-            request = decode_request(frame)
-            start, stop = self._manifest.chunk_range(request.chunk)
-            self._router.send_multipart([peer, encode(Part(request.version, request.chunk)), bytes(self._blob[start:stop])])
-        self.served.set()
-        if not self._close:
-            self._done.wait(20)
-        self._router.close(linger=200)
-        self._context.term()
+    def _talk(self, sock: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while not self._done.is_set():
+                head = sock.recv(4, socket.MSG_WAITALL)
+                if len(head) < 4:
+                    return
+                request = decode_request(sock.recv(int.from_bytes(head, "little"), socket.MSG_WAITALL))
+                if not isinstance(request, protocol.Get):
+                    send(sock, Holds(request.version, complete=True))
+                    continue
+                start, stop = self._manifest.chunk_range(request.chunk)
+                if self.served >= self._parts:
+                    if self._how == "silent":
+                        self._done.wait(20)
+                    elif self._how == "truncated":
+                        send(sock, Part(request.version, request.chunk, stop - start))
+                        sock.sendall(self._blob[start : (start + stop) // 2])
+                    elif self._how == "short":
+                        send(sock, Part(request.version, request.chunk, 8))
+                        sock.sendall(self._blob[start : start + 8])
+                        continue
+                    return
+                self._done.wait(self._slow_s)
+                send(sock, Part(request.version, request.chunk, stop - start))
+                sock.sendall(self._blob[start:stop])
+                self.served += 1
 
-    def stop(self) -> None:
+    def __enter__(self) -> Faulty:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
         self._done.set()
+        with contextlib.suppress(OSError):  # closed already
+            self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
         self._thread.join()
 
 
-@pytest.mark.parametrize("close", [True, False], ids=["killed", "silent"])
-def test_a_source_lost_midway_is_replaced_by_another(source: WeightSource, close: bool) -> None:
-    manifest, blob = version(1)
-    lost = Faulty(blob, manifest, 10, close=close)
-    try:
-        assert get(manifest, lost.address, source.publish(manifest, blob)) == blob
-    finally:
-        lost.stop()
+def send(sock: socket.socket, answer: Part | Holds) -> None:
+    frame = encode(answer)
+    sock.sendall(len(frame).to_bytes(4, "little") + frame)
 
 
-def test_a_source_lost_midway_without_another_is_an_error_that_counts(source: WeightSource) -> None:
+@pytest.mark.parametrize("how", ["killed", "silent", "truncated", "short"])
+def test_a_holder_lost_midway_is_replaced_by_another(tcp: WeightSource, how: str) -> None:
     manifest, blob = version(1)
-    lost = Faulty(blob, manifest, 10, close=True)
-    try:
-        with pytest.raises(WeightsError, match=rf"10 of {len(manifest.chunk_hashes)} chunks arrived"):
-            get(manifest, lost.address, deadline_s=1.5)
-    finally:
-        lost.stop()
+    with Faulty(blob, manifest, 10, how) as lost:
+        assert get(manifest, lost.address, tcp.publish(manifest, blob)) == blob
+
+
+def test_a_holder_lost_midway_without_another_is_an_error_that_counts() -> None:
+    manifest, blob = version(1)
+    with (
+        Faulty(blob, manifest, 10, "killed") as lost,
+        pytest.raises(WeightsError, match=rf"\b([1-9]|10) of {len(manifest.chunk_hashes)} chunks arrived.*refused"),
+    ):
+        get(manifest, lost.address, deadline_s=1.0)
+
+
+def test_what_arrived_is_not_fetched_again_when_a_pull_goes_on(tcp: WeightSource) -> None:
+    manifest, blob = version(1)
+    work = Pull(manifest, ME, limits=QUICK)
+    missing: list[int] = []
+
+    async def twice() -> None:
+        with Faulty(blob, manifest, 10, "killed") as lost:
+            work.offer([lost.address])
+            with pytest.raises(WeightsError, match="chunks arrived"):
+                await work.finish(0.8)
+        missing.append(work.transfer.missing)
+        work.again()
+        work.offer([tcp.publish(manifest, blob)])
+        await work.finish(10.0)
+
+    asyncio.run(twice())
+    assert work.buffer.view == blob
+    assert tcp.stats.parts == missing[0] < len(manifest.chunk_hashes)
+
+
+def test_a_holder_that_comes_later_takes_part(tcp: WeightSource) -> None:
+    manifest, blob = version(1)
+    address = tcp.publish(manifest, blob)
+
+    async def late() -> Buffer:
+        with Faulty(blob, manifest, 3, "silent") as lost:
+            work = Pull(manifest, ME, limits=QUICK)
+            work.offer([lost.address])
+            waiting = asyncio.create_task(work.finish(10.0))
+            while lost.served < 3:
+                await asyncio.sleep(0.01)
+            work.offer([lost.address, address])
+            return await waiting
+
+    assert asyncio.run(late()).view == blob
+
+
+def test_a_holder_at_one_hundredth_of_the_speed_delays_nothing(tcp: WeightSource) -> None:
+    manifest, blob = version(1, nbytes=4 << 20, chunk_nbytes=1 << 14)
+    with Faulty(blob, manifest, 10_000, "", slow_s=2.0) as slow:  # its first chunk alone takes longer than all of the other's
+        began = time.monotonic()
+        assert get(manifest, slow.address, tcp.publish(manifest, blob), limits=Limits(stall_s=10.0)) == blob
+        assert time.monotonic() - began < 1.9
+        assert slow.served == 0
+
+
+def test_memory_overwritten_during_a_read_is_noticed(tcp: WeightSource) -> None:
+    manifest, blob = version(1, nbytes=1 << 20)
+    buffer = Buffer(len(blob))
+    buffer.view[:] = blob
+    address = tcp.publish(manifest, buffer)
+    work = Pull(manifest, ME, limits=QUICK, seed=1)
+
+    def spoil(chunk: int) -> None:
+        buffer.view[:] = bytes(len(blob))
+
+    work.arrived = spoil
+    work.offer([address])
+    with pytest.raises(WeightsError, match="does not have the manifest's hash"):
+        asyncio.run(work.finish(10.0))
+
+
+def test_a_receiver_that_vanishes_leaves_nothing_with_the_holder(tcp: WeightSource) -> None:
+    manifest, blob = version(1, nbytes=1 << 22, chunk_nbytes=1 << 16)
+    address = tcp.publish(manifest, blob)
+    host, _, port = address.endpoint.removeprefix("tcp://").rpartition(":")
+    with socket.create_connection((host, int(port))) as gone:
+        for chunk in range(64):
+            frame = protocol.get(address.token, 1, chunk)
+            gone.sendall(len(frame).to_bytes(4, "little") + frame)
+        assert gone.recv(1)
+        tcp.retire(1)
+        assert not tcp.free(1, 0.05)  # it reads, so the memory is not to be written
+    assert tcp.free(1, 5.0)
+
+
+def test_a_neighbour_is_handed_the_memory_and_checks_it_all_the_same(tcp: WeightSource) -> None:
+    manifest, blob = version(1)
+    buffer = Buffer(len(blob))
+    buffer.view[:] = blob
+    address = tcp.publish(manifest, buffer)
+    assert get(manifest, address) == blob
+    assert tcp.stats.mapped > 0
+    assert tcp.stats.parts == 0
+    buffer.view[5000] ^= 1
+    with pytest.raises(WeightsError, match="does not have the manifest's hash"):
+        get(manifest, address)
+    elsewhere = wire.WeightSource(address.endpoint, "", address.token, "another-machine:x")
+    buffer.view[5000] ^= 1
+    assert get(manifest, elsewhere) == blob
+    assert tcp.stats.parts == len(manifest.chunk_hashes)
+
+
+def test_a_neighbour_without_the_token_gets_no_memory(tcp: WeightSource) -> None:
+    manifest, blob = version(1)
+    buffer = Buffer(len(blob))
+    address = tcp.publish(manifest, buffer)
+    with pytest.raises(WeightsError, match="under this token"):
+        get(manifest, wire.WeightSource(address.endpoint, "", bytes(TOKEN_NBYTES), address.local))
+    assert tcp.stats.mapped == 0
+
+
+def test_receivers_serve_each_other_while_they_pull(tcp: WeightSource) -> None:
+    """Two receivers of a slow publisher: each chunk leaves the publisher about once."""
+    manifest, blob = version(1, nbytes=1 << 20, chunk_nbytes=1 << 13)
+    count = len(manifest.chunk_hashes)
+
+    async def both() -> tuple[Buffer, Buffer]:
+        with WeightSource(local=False) as first, WeightSource(local=False) as second:
+            works = [Pull(manifest, ME, limits=QUICK, seed=seed) for seed in (1, 2)]
+            held = [one.publish_empty(manifest, work.buffer) for one, work in zip((first, second), works, strict=True)]
+            works[0].arrived = lambda chunk: first.arrived(1, chunk)
+            works[1].arrived = lambda chunk: second.arrived(1, chunk)
+            works[0].offer([publisher, held[1]])
+            works[1].offer([publisher, held[0]])
+            return tuple(await asyncio.gather(*(work.finish(20.0) for work in works)))  # type: ignore[return-value]
+
+    with WeightSource(local=False, nbytes_per_s=1 << 20) as slow:
+        publisher = slow.publish(manifest, blob)
+        one, two = asyncio.run(both())
+        assert one.view == two.view == blob
+        assert slow.stats.parts < 1.5 * count
 
 
 def test_garbage_is_counted_and_a_stalled_receiver_holds_nobody_up(source: WeightSource) -> None:
     manifest, blob = version(1, nbytes=1 << 22, chunk_nbytes=1 << 16)
     address = source.publish(manifest, blob)
+    if not address.server_key:
+        host, _, port = address.endpoint.removeprefix("tcp://").rpartition(":")
+        with socket.create_connection((host, int(port))) as staller, socket.create_connection((host, int(port))) as fool:
+            fool.sendall((5).to_bytes(4, "little") + b"hello")
+            assert fool.recv(1) == b""
+            for chunk in range(len(manifest.chunk_hashes)):
+                frame = protocol.get(address.token, 1, chunk)
+                staller.sendall(len(frame).to_bytes(4, "little") + frame)
+            assert get(manifest, address) == blob
+            assert source.stats.malformed == 1
+        return
     context = zmq.Context()
-    staller = context.socket(zmq.DEALER)
-    staller.curve_serverkey = address.server_key.encode()
-    staller.curve_publickey, staller.curve_secretkey = ME.public.encode(), ME.secret.encode()
-    staller.setsockopt(zmq.RCVHWM, 1)
-    staller.setsockopt(zmq.RCVBUF, 4096)
-    staller.linger = 0
-    staller.connect(address.endpoint)
+    staller_zmq = dealer(context, address)
+    staller_zmq.setsockopt(zmq.RCVHWM, 1)
+    staller_zmq.setsockopt(zmq.RCVBUF, 4096)
+    staller_zmq.connect(address.endpoint)
     try:
-        staller.send(b"not a request")
-        staller.send_multipart([b"two", b"frames"])
+        staller_zmq.send(b"not a request")
+        staller_zmq.send_multipart([b"two", b"frames"])
         for _ in range(20):  # asks for 80 MB and reads none of it
             for chunk in range(len(manifest.chunk_hashes)):
-                staller.send(encode(Get(1, address.token, chunk)))
+                staller_zmq.send(protocol.get(address.token, 1, chunk))
         assert get(manifest, address) == blob
         stats = source.stats
         assert stats.malformed == 2
@@ -218,23 +390,29 @@ def test_garbage_is_counted_and_a_stalled_receiver_holds_nobody_up(source: Weigh
         assert stats.parts - len(manifest.chunk_hashes) < 20 * len(manifest.chunk_hashes)
         assert SEND_QUEUE * manifest.chunk_nbytes < 1 << 24
     finally:
-        staller.close()
+        staller_zmq.close()
         context.term()
 
 
-def test_a_chunk_outside_the_version_is_refused(source: WeightSource) -> None:
+def dealer(context: zmq.Context[zmq.Socket[bytes]], address: wire.WeightSource) -> zmq.Socket[bytes]:
+    made = context.socket(zmq.DEALER)
+    made.curve_serverkey = address.server_key.encode()
+    made.curve_publickey, made.curve_secretkey = ME.public.encode(), ME.secret.encode()
+    made.linger, made.rcvtimeo = 0, 5000
+    return made
+
+
+def test_a_chunk_outside_the_version_is_refused() -> None:
     manifest, blob = version(1)
-    address = source.publish(manifest, blob)
     context = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.curve_serverkey = address.server_key.encode()
-    socket.curve_publickey, socket.curve_secretkey = ME.public.encode(), ME.secret.encode()
-    socket.linger, socket.rcvtimeo = 0, 5000
-    socket.connect(address.endpoint)
-    try:
-        for chunk in (-1, len(manifest.chunk_hashes)):
-            socket.send(encode(Get(1, address.token, chunk)))
-            assert decode_answer(socket.recv()) == NoSuch(1, chunk, "the version has no such chunk")
-    finally:
-        socket.close()
-        context.term()
+    with WeightSource(encrypt=True) as source:
+        address = source.publish(manifest, blob)
+        asking = dealer(context, address)
+        asking.connect(address.endpoint)
+        try:
+            for chunk in (-1, len(manifest.chunk_hashes)):
+                asking.send(protocol.get(address.token, 1, chunk))
+                assert decode_answer(asking.recv()) == NoSuch(1, chunk, "the version has no such chunk")
+        finally:
+            asking.close()
+            context.term()

@@ -5,40 +5,107 @@ from __future__ import annotations
 import os
 import random
 
+import numpy as np
 import pytest
 
 from scavenger.weights import manifest as manifests
 from scavenger.weights.transfer import Limits, Transfer, Verdict
 
-LIMITS = Limits(window=3, stall_s=1.0, backoff_s=0.1, backoff_max_s=0.4, failures=3)
+LIMITS = Limits(window=3, ahead_s=0.3, stall_s=1.0, backoff_s=0.1, backoff_max_s=0.4, failures=3)
 
 
-def transfer(holders: int, chunks: int = 10) -> tuple[Transfer, bytearray]:
+def transfer(holders: int, chunks: int = 10) -> tuple[Transfer, memoryview]:
     manifest, blob = manifests.build(1, {"w": ("float32", (chunks * 2,), memoryview(os.urandom(chunks * 8)))}, chunk_nbytes=8)
     return Transfer(manifest, holders, LIMITS, 0.0), blob
 
 
-def part(blob: bytearray, chunk: int) -> bytes:
+def part(blob: memoryview, chunk: int) -> bytes:
     return bytes(blob[chunk * 8 : chunk * 8 + 8])
 
 
-def test_a_window_bounds_what_is_asked_of_one_holder() -> None:
+def test_a_window_grows_with_what_a_holder_delivers_and_is_bounded() -> None:
     t, blob = transfer(2)
-    assert t.ask(0, 0.0) == [0, 1, 2]
+    assert t.ask(0, 0.0) == [0, 1]  # nothing is known of it yet
     assert t.ask(0, 0.0) == []
-    assert t.ask(1, 0.0) == [3, 4, 5]
-    assert t.delivered(0, 0, part(blob, 0), 0.1) is Verdict.ACCEPTED
-    assert t.ask(0, 0.1) == [6]
+    assert t.ask(1, 0.0) == [2, 3]
+    assert t.delivered(0, 0, part(blob, 0), 0.05) is Verdict.ACCEPTED  # 20 chunks a second: 6 in 0.3 s, but the window is 3
+    assert t.ask(0, 0.05) == [4, 5]
+    assert len(t.holders[0].asked) == 3
 
 
 def test_a_silent_holder_loses_its_chunks_to_the_others() -> None:
     t, _ = transfer(2, chunks=4)
-    assert t.ask(0, 0.0) == [0, 1, 2]
+    assert t.ask(0, 0.0) == [0, 1]
     assert not t.stalled(0, 0.9)
     assert t.stalled(0, 1.0)
-    assert t.ask(1, 1.0) == [3, 0, 1]
+    assert t.ask(1, 1.0) == [0, 1]
     assert t.ask(0, 1.05) == []  # it rests
     assert t.ask(0, 1.2) == [2]
+
+
+def test_bytes_of_an_unfinished_chunk_are_not_silence() -> None:
+    t, _ = transfer(1)
+    t.ask(0, 0.0)
+    t.heard(0, 0.8)
+    assert not t.stalled(0, 1.5)
+    assert t.stalled(0, 1.8)
+
+
+def test_a_fast_holder_steals_from_a_slow_one_and_never_twice() -> None:
+    t, blob = transfer(3, chunks=6)
+    assert t.ask(0, 0.0) == [0, 1]  # the slow one
+    now = 0.0
+    while 1 in t.holders[0].asked and now < 5:
+        now += 0.1
+        for chunk in t.ask(1, now):
+            assert t.delivered(1, chunk, part(blob, chunk), now) in (Verdict.ACCEPTED, Verdict.DUPLICATE)
+        if t.complete():
+            break
+    assert t.complete()
+    assert t.stolen == 2
+    assert now < 1
+    assert t.blob == blob
+    assert t.delivered(0, 0, part(blob, 0), 9.0) is Verdict.DUPLICATE
+
+
+def test_a_chunk_in_flight_twice_is_stolen_by_nobody_else() -> None:
+    t, blob = transfer(3, chunks=3)
+    for index in (1, 2):
+        (chunk, *rest) = t.ask(index, 0.0)
+        t.delivered(index, chunk, part(blob, chunk), 0.01)
+        for other in rest:
+            t.refused(index, other, "no", 0.01)
+    t.ask(0, 0.02)
+    first, second = t.ask(1, 0.5), t.ask(2, 0.5)
+    assert len(first) == 1
+    assert second == []
+
+
+def test_nothing_is_asked_of_a_partial_holder_that_it_does_not_have() -> None:
+    t, _ = transfer(2, chunks=4)
+    has = np.array([False, False, True, False])
+    t.know(1, has)
+    assert t.ask(1, 0.0) == [2]
+    t.absent(1, 2, 0.1)
+    assert t.ask(1, 0.1) == []
+    assert t.ask(0, 0.1) == [0, 1]
+    assert not t.holders[1].given_up
+
+
+def test_what_others_have_is_asked_last_of_a_complete_holder() -> None:
+    t, _ = transfer(2, chunks=4)
+    t.know(1, np.array([True, True, False, False]))
+    assert t.ask(0, 0.0) == [2, 3]
+
+
+def test_a_transfer_that_is_resumed_keeps_what_is_here() -> None:
+    t, blob = transfer(1, chunks=3)
+    t.ask(0, 0.0)
+    t.delivered(0, 0, part(blob, 0), 0.1)
+    again = t.resumed(t.manifest, 1.0)
+    index = again.add_holder(0, 1.0)
+    assert again.ask(index, 1.0) == [1, 2]
+    assert again.missing == 2
 
 
 def test_a_late_answer_is_still_good() -> None:
@@ -56,7 +123,7 @@ def test_wrong_bytes_are_counted_and_asked_again_elsewhere(wrong: bytes) -> None
     t.ask(0, 0.0)
     assert t.delivered(0, 0, wrong, 0.0) is Verdict.CORRUPT
     assert t.corrupt == 1
-    assert t.blob == bytearray(8)
+    assert t.blob == bytes(8)
     assert t.ask(1, 0.0) == [0]
     assert t.delivered(1, 0, part(blob, 0), 0.0) is Verdict.ACCEPTED
 

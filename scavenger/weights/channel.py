@@ -1,0 +1,269 @@
+"""The receiver's end of a connection to one holder: the same four calls on every transport.
+
+Owns one socket or descriptor. Decides nothing: `transfer` says what to ask, `pull` when. A channel is used by one thread; `close` may be
+called by another and wakes it. Errors of the connection are `OSError` or `WireError`: the caller gives it up and may open another.
+
+  tcp://host:port with a server key     ZeroMQ under CURVE
+  tcp://host:port without               TCP; requests carry proofs, bytes are in the clear and checked by hash
+  WeightSource.local on this machine    the holder's memory itself, by a descriptor that it passes; else one of the above
+  file://path                           a spooled version, on a filesystem that both see
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+import zmq
+
+from scavenger import wire
+from scavenger.errors import WireError
+from scavenger.keys import KeyPair
+from scavenger.weights import protocol
+from scavenger.weights.manifest import Manifest
+from scavenger.weights.protocol import MAX_ANSWER_BYTES, Answer, Holds, NoSuch, Part
+
+CONNECT_S = 5.0
+LOOK_S = 0.1  # how long a receiver waits for bytes before it looks at the clock
+Heard = Callable[[], None]
+
+
+class Channel(Protocol):
+    def ask(self, chunk: int, parent: bytes = b"") -> None:
+        """Request a chunk; a delta from the weights with root `parent` will do."""
+
+    def ask_have(self) -> None:
+        """Request the list of what the holder has."""
+
+    def answer(self, into: memoryview, heard: Heard) -> Answer | None:
+        """The next answer, a chunk's bytes in `into`; None when nothing came for `LOOK_S`. `heard` is called as bytes come."""
+
+    def close(self) -> None: ...
+
+
+def boot_id() -> str:
+    """Which machine this is, until it boots again."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def set_timeouts(sock: socket.socket, look_s: float, send_s: float) -> None:
+    """A blocking socket whose calls end after a time: one system call for a whole chunk, where Python's own timeouts need two a piece."""
+    sock.setblocking(True)
+    for option, seconds in ((socket.SO_RCVTIMEO, look_s), (socket.SO_SNDTIMEO, send_s)):
+        sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6)))
+
+
+def read_exactly(sock: socket.socket, into: memoryview, heard: Heard, patience_s: float) -> None:
+    """Fill `into`. Raises `OSError` when the peer ends or no byte comes for `patience_s`."""
+    done, since = 0, time.monotonic()
+    while done < len(into):
+        try:
+            got = sock.recv_into(into[done:], 0, socket.MSG_WAITALL)
+        except BlockingIOError:
+            if time.monotonic() - since >= patience_s:
+                raise TimeoutError(f"no byte for {patience_s:g} s") from None
+            continue
+        if not got:
+            raise ConnectionResetError("the other end closed the connection")
+        done += got
+        since = time.monotonic()
+        heard()
+
+
+class TcpChannel:
+    """Length-prefixed frames on a stream socket; a Part's bytes follow its frame."""
+
+    def __init__(self, sock: socket.socket, version: int, token: bytes, patience_s: float) -> None:
+        self._sock = sock
+        self._version, self._token = version, token
+        self._patience_s = patience_s
+        self._head = memoryview(bytearray(MAX_ANSWER_BYTES))
+
+    @classmethod
+    def connect(cls, source: wire.WeightSource, version: int, patience_s: float) -> TcpChannel:
+        host, _, port = source.endpoint.removeprefix("tcp://").rpartition(":")
+        if not host or not port.isdigit():
+            raise WireError(f"{source.endpoint!r} is no address of a holder")
+        sock = socket.create_connection((host, int(port)), min(CONNECT_S, patience_s))
+        set_timeouts(sock, LOOK_S, patience_s)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return cls(sock, version, source.token, patience_s)
+
+    def ask(self, chunk: int, parent: bytes = b"") -> None:
+        send_frame(self._sock, protocol.get(self._token, self._version, chunk, parent))
+
+    def ask_have(self) -> None:
+        send_frame(self._sock, protocol.have(self._token, self._version))
+
+    def answer(self, into: memoryview, heard: Heard) -> Answer | None:
+        try:
+            first = self._sock.recv_into(self._head[:4])
+        except BlockingIOError:
+            return None
+        if not first:
+            raise ConnectionResetError("the holder closed the connection")
+        read_exactly(self._sock, self._head[first:4], heard, self._patience_s)
+        size = int.from_bytes(self._head[:4], "little")
+        if size > MAX_ANSWER_BYTES:
+            raise WireError(f"an answer of {size} bytes")
+        read_exactly(self._sock, self._head[:size], heard, self._patience_s)
+        answer = protocol.decode_answer(self._head[:size])
+        if isinstance(answer, Part):
+            if not 0 <= answer.nbytes <= len(into):
+                raise WireError(f"a chunk of {answer.nbytes} bytes, over the manifest's {len(into)}")
+            read_exactly(self._sock, into[: answer.nbytes], heard, self._patience_s)
+        return answer
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # not connected any more
+            self._sock.shutdown(socket.SHUT_RDWR)
+        self._sock.close()
+
+
+def send_frame(sock: socket.socket, frame: bytes) -> None:
+    sock.sendall(len(frame).to_bytes(4, "little") + frame)
+
+
+class FileChannel:
+    """A descriptor of all the bytes: a neighbour's memory, or a spooled file. `asking`: the socket on which more can be asked."""
+
+    def __init__(self, fd: int, manifest: Manifest, asking: TcpChannel | None = None) -> None:
+        self._fd = fd
+        self._manifest = manifest
+        self._asking = asking
+        self._asked: deque[int] = deque()  # -1: what is there
+        self._has: bytes | None = None  # None: everything
+        self._lock = threading.Lock()
+
+    @classmethod
+    def open(cls, path: str, manifest: Manifest) -> FileChannel:
+        return cls(os.open(path, os.O_RDONLY | os.O_CLOEXEC), manifest)
+
+    @classmethod
+    def neighbour(cls, source: wire.WeightSource, manifest: Manifest, patience_s: float) -> FileChannel:
+        """Ask for the memory over the holder's local socket. Raises `OSError` or `WireError` where it cannot be had."""
+        _, _, name = source.local.partition(":")
+        sock = socket.socket(socket.AF_UNIX)
+        try:
+            sock.settimeout(patience_s)
+            sock.connect("\0" + name)
+            set_timeouts(sock, LOOK_S, patience_s)
+            send_frame(sock, protocol.map_(source.token, manifest.version))
+            _, fds, _, _ = socket.recv_fds(sock, 1, 1)
+            if not fds:
+                raise WireError("the neighbour passes no memory of this version")
+            return cls(fds[0], manifest, TcpChannel(sock, manifest.version, source.token, patience_s))
+        except BaseException:
+            sock.close()
+            raise
+
+    def ask(self, chunk: int, parent: bytes = b"") -> None:
+        self._asked.append(chunk)
+
+    def ask_have(self) -> None:
+        self._asked.append(-1)
+
+    def answer(self, into: memoryview, heard: Heard) -> Answer | None:
+        if not self._asked:
+            return None
+        chunk = self._asked.popleft()
+        if chunk < 0:
+            if self._asking is None:
+                return Holds(self._manifest.version, complete=True)
+            self._asking.ask_have()
+            return self._asking.answer(into, heard)
+        start, stop = self._manifest.chunk_range(chunk)
+        done = start
+        with self._lock:
+            while done < stop and self._fd >= 0:
+                got = os.preadv(self._fd, [into[done - start : stop - start]], done)
+                if not got:
+                    return NoSuch(self._manifest.version, chunk, f"the file ends at byte {done}")
+                done += got
+                heard()
+        if done < stop:
+            raise ConnectionResetError("closed")
+        return Part(self._manifest.version, chunk, stop - start)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1
+        if self._asking is not None:
+            self._asking.close()
+
+
+class ZmqChannel:
+    """DEALER under CURVE. The holder's key was told over the authenticated channel, so it is the holder that answers."""
+
+    def __init__(
+        self, source: wire.WeightSource, version: int, keypair: KeyPair, context: zmq.Context[zmq.Socket[bytes]], chunk_nbytes: int
+    ) -> None:
+        self._version, self._token = version, source.token
+        self._socket = context.socket(zmq.DEALER)
+        for option, value in (
+            (zmq.CURVE_SERVERKEY, source.server_key.encode()),
+            (zmq.CURVE_PUBLICKEY, keypair.public.encode()),
+            (zmq.CURVE_SECRETKEY, keypair.secret.encode()),
+            (zmq.MAXMSGSIZE, chunk_nbytes + MAX_ANSWER_BYTES),
+            (zmq.RECONNECT_IVL, 50),
+            (zmq.RECONNECT_IVL_MAX, 1000),
+            (zmq.LINGER, 0),
+        ):
+            self._socket.setsockopt(option, value)
+        try:
+            self._socket.connect(source.endpoint)
+        except zmq.ZMQError as error:
+            self._socket.close(linger=0)
+            raise WireError(f"{source.endpoint!r} cannot be used: {error}") from error
+        self._closed = threading.Event()
+
+    def ask(self, chunk: int, parent: bytes = b"") -> None:
+        self._socket.send(protocol.get(self._token, self._version, chunk, parent))
+
+    def ask_have(self) -> None:
+        self._socket.send(protocol.have(self._token, self._version))
+
+    def answer(self, into: memoryview, heard: Heard) -> Answer | None:
+        if self._closed.is_set():
+            raise ConnectionResetError("closed")
+        if not self._socket.poll(round(LOOK_S * 1000)):
+            return None
+        frames = self._socket.recv_multipart(copy=False)
+        heard()
+        answer = protocol.decode_answer(frames[0].buffer)
+        if len(frames) != (2 if isinstance(answer, Part) else 1):
+            raise WireError(f"an answer of {len(frames)} frames")
+        if isinstance(answer, Part):
+            data = frames[1].buffer
+            if len(data) != answer.nbytes or answer.nbytes > len(into):
+                raise WireError(f"a chunk of {len(data)} bytes, told as {answer.nbytes}")
+            into[: answer.nbytes] = data
+        return answer
+
+    def close(self) -> None:
+        """A ZeroMQ socket belongs to its thread: that one ends it (`end`) when it next looks."""
+        self._closed.set()
+
+    def end(self) -> None:
+        self._socket.close(linger=0)
+
+
+def bitmap(holds: Holds, chunks: int) -> bytes | None:
+    """The bitmap of an answer, None for everything. Raises `WireError` when it is too short."""
+    if holds.complete:
+        return None
+    if len(holds.bitmap) * 8 < chunks:
+        raise WireError(f"a bitmap of {len(holds.bitmap)} bytes for {chunks} chunks")
+    return holds.bitmap
+
+

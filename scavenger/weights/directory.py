@@ -1,0 +1,112 @@
+"""Who holds which version of one run: the daemon's directory. Pure; references only, never bytes.
+
+Owns holders, who was sent to whom, and the choice among holders. Order of choice: fewest receivers at it now, then the same node, then the
+same switch, then the lowest number. The publisher is always among them; it is what a receiver falls back to, and what a receiver that
+comes first begins with. Partial holders are chosen too: receivers who begin together serve each other while they pull.
+What a holder claims is not believed, only tried: a receiver checks every byte.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from scavenger.wire import WeightSource
+
+#: Engines that a receiver is sent to, beside the publisher: a few partial ones share what they have nearly as well as all would.
+PEERS = 6
+
+
+@dataclass(slots=True)
+class Holder:
+    """A worker that serves a version. `readers`: workers that were sent to it and have not loaded yet."""
+
+    worker: int
+    node: str
+    source: WeightSource
+    readers: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    sources: tuple[WeightSource, ...]
+    reason: str
+
+
+class Directory:
+    """Of one run. `switches`: node -> switch, where Slurm's topology is known."""
+
+    def __init__(self, switches: Mapping[str, str] | None = None) -> None:
+        self._switches = switches or {}
+        self._holders: dict[int, dict[int, Holder]] = {}  # version -> worker -> holder
+        self._reading: dict[int, int] = {}  # worker -> version that it is pulling
+        self._revisions: dict[int, int] = {}
+
+    # ---------------------------------------------------------------- what is heard
+
+    def hold(self, version: int, worker: int, node: str, source: WeightSource) -> None:
+        """The worker serves the version, or a part of it that grows."""
+        known = self._holders.setdefault(version, {})
+        present = known.get(worker)
+        if present is not None and present.source == source:
+            return
+        known[worker] = Holder(worker, node, source, present.readers if present is not None else set())
+        self._changed(version)
+
+    def drop(self, version: int, worker: int) -> None:
+        """It serves the version no longer."""
+        if self._holders.get(version, {}).pop(worker, None) is not None:
+            self._changed(version)
+
+    def gone(self, worker: int) -> None:
+        """The worker is dead or has left: nobody is sent to it any more."""
+        self.settled(worker)
+        for version in list(self._holders):
+            self.drop(version, worker)
+
+    def settled(self, worker: int) -> None:
+        """The worker has loaded what it was pulling, or given it up."""
+        version = self._reading.pop(worker, None)
+        for holder in self._holders.get(version, {}).values() if version is not None else ():
+            holder.readers.discard(worker)
+
+    def forget(self, version: int) -> None:
+        """Nobody can ask for the version again."""
+        self._holders.pop(version, None)
+        self._revisions.pop(version, None)
+
+    def _changed(self, version: int) -> None:
+        self._revisions[version] = self._revisions.get(version, 0) + 1
+
+    # ---------------------------------------------------------------- what is asked
+
+    def revision(self, version: int) -> int:
+        """Grows whenever the version's holders change."""
+        return self._revisions.get(version, 0)
+
+    def available(self, version: int) -> bool:
+        """Whether an engine holds all of it."""
+        return any(holder.source.complete for holder in self._holders.get(version, {}).values())
+
+    def last_holder(self, version: int) -> int | None:
+        """The only worker that holds all of the version, if there is only one."""
+        complete = [holder.worker for holder in self._holders.get(version, {}).values() if holder.source.complete]
+        return complete[0] if len(complete) == 1 else None
+
+    def choose(self, version: int, worker: int, node: str, publisher: tuple[WeightSource, ...], peers: int = PEERS) -> Choice:
+        """Where this worker shall pull the version from. It counts as a reader of them until it has `settled`."""
+        self.settled(worker)
+        switch = self._switches.get(node)
+
+        def rank(holder: Holder) -> tuple[int, bool, bool, int]:
+            far = switch is None or self._switches.get(holder.node) != switch
+            return len(holder.readers), holder.node != node, far, holder.worker
+
+        others = [holder for holder in self._holders.get(version, {}).values() if holder.worker != worker]
+        chosen = sorted(others, key=rank)[:peers]
+        for holder in chosen:
+            holder.readers.add(worker)
+        self._reading[worker] = version
+        near = sum(holder.node == node for holder in chosen)
+        reason = f"{len(publisher)} of the publisher, {len(chosen)} of {len(others)} engines, {near} on its node"
+        return Choice((*publisher, *(holder.source for holder in chosen)), reason)

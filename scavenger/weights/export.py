@@ -1,0 +1,96 @@
+"""A published version as a standard Hugging Face checkpoint: safetensors files with their index, and the model's own small files.
+
+Owns the file layout. Knows no socket and no torch. Bytes are checked against the manifest as they are written: what comes out is what
+the engines had, or nothing comes out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from scavenger.errors import WeightsError
+from scavenger.weights import manifest as manifests
+from scavenger.weights.manifest import Manifest, Tensor
+
+#: safetensors' names of our dtypes.
+SAFETENSORS_DTYPE = {
+    "float64": "F64", "int64": "I64", "float32": "F32", "int32": "I32", "bfloat16": "BF16", "float16": "F16", "int16": "I16",
+    "int8": "I8", "uint8": "U8",
+}  # fmt: skip
+SHARD_NBYTES = 5 << 30  # what Hugging Face's tools cut at
+#: Small files of a model folder that make weights usable; nothing that holds code.
+COMPANIONS = (
+    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.model",
+    "vocab.json", "merges.txt", "added_tokens.json", "chat_template.jinja",
+)  # fmt: skip
+
+
+def header(tensors: tuple[Tensor, ...], metadata: dict[str, str]) -> bytes:
+    """What stands before the data of a safetensors file: 8 bytes of length, then JSON, padded so that the data is aligned."""
+    base = tensors[0].offset if tensors else 0
+    document: dict[str, Any] = {"__metadata__": {"format": "pt"} | metadata}
+    for tensor in tensors:
+        place = [tensor.offset - base, tensor.offset - base + tensor.nbytes]
+        document[tensor.name] = {"dtype": SAFETENSORS_DTYPE[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
+    text = json.dumps(document, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _files(tensors: tuple[Tensor, ...], shard_nbytes: int) -> Iterator[tuple[Tensor, ...]]:
+    """Consecutive tensors, each file below `shard_nbytes` unless one tensor alone is larger."""
+    group: list[Tensor] = []
+    for tensor in tensors:
+        if group and tensor.offset + tensor.nbytes - group[0].offset > shard_nbytes:
+            yield tuple(group)
+            group = []
+        group.append(tensor)
+    yield tuple(group)
+
+
+def write(manifest: Manifest, blob: memoryview, out: Path, model: Path | None = None, *, shard_nbytes: int = SHARD_NBYTES) -> Path:
+    """Write the version to the new folder `out`, with the small files of the folder `model`. Nothing is left behind on an error.
+
+    Raises `WeightsError` when `out` exists, a byte is not the manifest's, or `model` is no Hugging Face folder.
+    """
+    if out.exists():
+        raise WeightsError(f"{out} exists", "name a new folder")
+    if model is not None and not (model / "config.json").is_file():
+        raise WeightsError(f"{model} holds no config.json", "give the folder of the Hugging Face model that was trained")
+    if manifests.hashes_of(blob, manifest.chunk_nbytes) != manifest.chunk_hashes:
+        raise WeightsError(f"the bytes of version {manifest.version} are not its manifest's", "they were damaged; export another version")
+    part = out.with_name(f".{out.name}.part{os.getpid()}")
+    part.mkdir(parents=True)
+    try:
+        _write_tensors(manifest, blob, part, shard_nbytes)
+        for name in COMPANIONS:
+            if model is not None and (model / name).is_file():
+                shutil.copyfile(model / name, part / name)
+        part.rename(out)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return out
+
+
+def _write_tensors(manifest: Manifest, blob: memoryview, folder: Path, shard_nbytes: int) -> None:
+    groups = list(_files(manifest.tensors, shard_nbytes))
+    names = ["model.safetensors"]
+    if len(groups) > 1:
+        names = [f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
+    about = {"version": str(manifest.version), "root": manifest.root.hex()}
+    for name, group in zip(names, groups, strict=True):
+        with (folder / name).open("wb") as file:
+            file.write(header(group, about))
+            if group:
+                file.write(blob[group[0].offset : group[-1].offset + group[-1].nbytes])
+            file.flush()
+            os.fsync(file.fileno())
+    if len(groups) > 1:
+        where = {tensor.name: name for name, group in zip(names, groups, strict=True) for tensor in group}
+        index = {"metadata": {"total_size": manifest.total_nbytes} | about, "weight_map": where}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

@@ -1,0 +1,179 @@
+"""The versions that one process serves, who may read them, and who is reading: shared by the servers of all transports.
+
+Owns the table and its leases. Knows no socket. A version is *served*, then *leaving* (`retire`: its readers may go on, new ones are
+refused), then gone: when no reader's lease on it runs any more. Every request renews its reader's lease for `lease_s`. Memory may be
+written again only when the version is gone (`wait_gone`); a reader that is slower than its lease finds the version gone, or a wrong
+hash, and asks another holder.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from scavenger.errors import WeightsError
+from scavenger.weights import protocol
+from scavenger.weights.deltas import Deltas
+from scavenger.weights.manifest import Manifest
+from scavenger.weights.memory import Buffer
+from scavenger.weights.protocol import TOKEN_NBYTES, Get, Holds, NoSuch, Part, Request
+
+
+@dataclass(slots=True)
+class Held:
+    """A version on the shelf. `here` is None when all chunks are."""
+
+    manifest: Manifest
+    blob: memoryview
+    token: bytes
+    buffer: Buffer | None
+    here: np.ndarray[Any, Any] | None
+    leaving: bool = False
+    readers: dict[Hashable, float] = field(default_factory=dict)  # who -> until when its lease runs
+
+
+@dataclass(slots=True)
+class SourceStats:
+    """Counters since the start."""
+
+    parts: int = 0
+    nbytes: int = 0
+    refused: int = 0
+    malformed: int = 0
+    dropped: int = 0
+    mapped: int = 0
+
+
+Found = tuple[Part | NoSuch | Holds, memoryview | None]
+
+
+class Shelf:
+    """Thread-safe. `keep` complete versions are served; one more retires the oldest."""
+
+    def __init__(self, keep: int, lease_s: float, clock: Callable[[], float] = time.monotonic, links: int = 0) -> None:
+        self.stats = SourceStats()
+        self._keep = keep
+        self._lease_s = lease_s
+        self._clock = clock
+        self._held: OrderedDict[int, Held] = OrderedDict()
+        self._changed = threading.Condition()
+        self.deltas = Deltas(links)
+
+    def put(self, manifest: Manifest, blob: memoryview, buffer: Buffer | None, *, empty: bool = False) -> bytes:
+        """Serve a version, of which nothing is there yet if `empty`; returns its token. Raises `WeightsError`."""
+        if blob.nbytes != manifest.total_nbytes:
+            raise WeightsError(f"version {manifest.version}: {blob.nbytes} bytes given, the manifest names {manifest.total_nbytes}")
+        with self._changed:
+            present = self._held.get(manifest.version)
+            if present is not None and present.manifest.root != manifest.root:
+                raise WeightsError(f"version {manifest.version} was published with other weights", "versions are never reused")
+            if present is None or present.leaving:
+                here = np.zeros(len(manifest.chunk_hashes), dtype=bool) if empty else None
+                token = secrets.token_bytes(TOKEN_NBYTES)
+                present = self._held[manifest.version] = Held(manifest, blob.toreadonly(), token, buffer, here)
+                for old in [v for v, held in self._held.items() if not held.leaving][: -self._keep]:
+                    self._retire(old)
+                if not empty:
+                    self.deltas.published(manifest, present.blob)
+            return present.token
+
+    def arrived(self, version: int, chunk: int) -> None:
+        """A chunk of a version that was empty at first is here and verified."""
+        held = self._held.get(version)
+        if held is not None and held.here is not None:
+            held.here[chunk] = True
+
+    def completed(self, version: int) -> None:
+        with self._changed:
+            if version in self._held:
+                self._held[version].here = None
+
+    def retire(self, version: int) -> None:
+        with self._changed:
+            self._retire(version)
+
+    def _retire(self, version: int) -> None:
+        held = self._held.get(version)
+        if held is not None:
+            held.leaving = True
+            self._sweep()
+
+    def _sweep(self) -> None:
+        now = self._clock()
+        for version, held in list(self._held.items()):
+            if held.leaving and not any(until > now for until in held.readers.values()):
+                del self._held[version]
+                self._changed.notify_all()
+
+    def withdraw(self, version: int) -> None:
+        """Serve it to nobody from now on, readers included. For memory that is not written again."""
+        with self._changed:
+            if self._held.pop(version, None) is not None:
+                self._changed.notify_all()
+
+    def versions(self) -> list[int]:
+        """What new readers are served."""
+        with self._changed:
+            return [version for version, held in self._held.items() if not held.leaving]
+
+    def wait_gone(self, version: int, timeout_s: float) -> bool:
+        """Whether nobody reads the version any more, waiting for that: its readers end or their leases run out."""
+        deadline = self._clock() + timeout_s
+        with self._changed:
+            while True:
+                self._sweep()
+                held = self._held.get(version)
+                if held is None:
+                    return True
+                now = self._clock()
+                if not held.leaving or now >= deadline:
+                    return False
+                self._changed.wait(max(0.001, min([*held.readers.values(), deadline]) - now))
+
+    def reader_left(self, reader: Hashable) -> None:
+        with self._changed:
+            for held in self._held.values():
+                held.readers.pop(reader, None)
+            self._sweep()
+
+    def find(self, request: Request, reader: Hashable) -> Held | NoSuch:
+        """The version that was asked for, with the reader's lease renewed; or why not."""
+        chunk = request.chunk if isinstance(request, Get) else -1
+        with self._changed:
+            self._sweep()
+            held = self._held.get(request.version)
+            if not protocol.proven(request, held.token if held else bytes(TOKEN_NBYTES)) or held is None:
+                self.stats.refused += 1
+                return NoSuch(request.version, chunk, f"version {request.version} is not served here under this token")
+            if held.leaving and reader not in held.readers:
+                self.stats.refused += 1
+                return NoSuch(request.version, chunk, f"version {request.version} is not served here any more")
+            held.readers[reader] = self._clock() + self._lease_s
+            return held
+
+    def answer(self, request: Request, reader: Hashable) -> Found:
+        """What to answer: the message, and a chunk's bytes."""
+        held = self.find(request, reader)
+        if isinstance(held, NoSuch):
+            return held, None
+        if not isinstance(request, Get):
+            if held.here is None:
+                return Holds(request.version, complete=True), None
+            return Holds(request.version, False, np.packbits(held.here, bitorder="little").tobytes()), None
+        if not 0 <= request.chunk < len(held.manifest.chunk_hashes):
+            self.stats.refused += 1
+            return NoSuch(request.version, request.chunk, "the version has no such chunk"), None
+        if held.here is not None and not held.here[request.chunk]:
+            return NoSuch(request.version, request.chunk, "the chunk is not here yet", absent=True), None
+        start, stop = held.manifest.chunk_range(request.chunk)
+        encoded = self.deltas.find(request.parent, held.manifest.root, request.chunk, stop - start) if request.parent else None
+        if encoded is not None:
+            return Part(request.version, request.chunk, len(encoded), delta=True), memoryview(encoded)
+        return Part(request.version, request.chunk, stop - start), held.blob[start:stop]

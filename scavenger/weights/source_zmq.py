@@ -1,0 +1,115 @@
+"""Serves a shelf under CURVE: one thread, one ROUTER socket. The bulk plane of `weights.encrypt`.
+
+Owns the socket. A receiver that does not read has at most `SEND_QUEUE` answers waiting; further ones are dropped, and it asks again.
+Answers refer to the version's memory and are never copied into a queue.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import structlog
+import zmq
+
+from scavenger.errors import WeightsError, WireError
+from scavenger.weights.protocol import MAX_REQUEST_BYTES, Get, Map, NoSuch, decode_request, encode
+from scavenger.weights.shelf import Shelf
+
+SEND_QUEUE = 16  # answers that may wait for one receiver
+_POLL_MS = 1000
+_log = structlog.get_logger(__name__)
+
+
+class CurveServer:
+    """`close` may be called from any thread."""
+
+    def __init__(self, shelf: Shelf, address: str) -> None:
+        """Raises `WeightsError` when the address cannot be bound."""
+        self._shelf = shelf
+        self._context = zmq.Context()
+        public, secret = zmq.curve_keypair()
+        router = self._context.socket(zmq.ROUTER)
+        for option, value in (
+            (zmq.CURVE_SERVER, 1),
+            (zmq.CURVE_SECRETKEY, secret),
+            (zmq.CURVE_PUBLICKEY, public),
+            (zmq.ROUTER_MANDATORY, 1),  # a full queue is then an error that we count, not a silent drop
+            (zmq.SNDHWM, SEND_QUEUE),
+            (zmq.RCVHWM, 1024),
+            (zmq.MAXMSGSIZE, MAX_REQUEST_BYTES),
+            (zmq.LINGER, 0),
+            (zmq.HANDSHAKE_IVL, 10_000),
+        ):
+            router.setsockopt(option, value)
+        try:
+            self.port = router.bind_to_random_port(f"tcp://{address}")
+        except zmq.ZMQError as error:
+            router.close()
+            self._context.term()
+            raise WeightsError(str(error)) from error
+        self.server_key = public.decode()
+        self._wake, wake_end = self._pair()
+        self._thread = threading.Thread(target=self._serve, args=(router, wake_end), name="weights-source-curve", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self._wake.send(b"")
+            self._thread.join()
+        self._wake.close()
+        self._context.term()
+
+    def _pair(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        ours, theirs = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
+        address = f"inproc://wake-{id(self)}"
+        ours.setsockopt(zmq.LINGER, 0)
+        theirs.setsockopt(zmq.LINGER, 0)
+        ours.bind(address)
+        theirs.connect(address)
+        return ours, theirs
+
+    def _serve(self, router: zmq.Socket[bytes], wake: zmq.Socket[bytes]) -> None:
+        poller = zmq.Poller()
+        poller.register(router, zmq.POLLIN)
+        poller.register(wake, zmq.POLLIN)
+        try:
+            while True:
+                ready = dict(poller.poll(_POLL_MS))
+                if wake in ready:
+                    return
+                if router in ready:
+                    self._answer(router, router.recv_multipart())
+        finally:
+            router.close()
+            wake.close()
+
+    def _answer(self, router: zmq.Socket[bytes], frames: list[bytes]) -> None:
+        try:
+            if len(frames) != 2:
+                raise WireError(f"a weights request of {len(frames) - 1} frames, not 1")
+            request = decode_request(frames[1])
+        except WireError as error:
+            self._shelf.stats.malformed += 1
+            _log.warning("weights.malformed", reason=error.cause)
+            return
+        if isinstance(request, Map):
+            self._send(router, [frames[0], encode(NoSuch(request.version, -1, "memory is handed over locally only"))], 0)
+            return
+        answer, data = self._shelf.answer(request, frames[0])
+        found: list[bytes | memoryview] = [frames[0], encode(answer)]
+        self._send(router, found if data is None else [*found, data], len(data) if data is not None and isinstance(request, Get) else 0)
+
+    def _send(self, router: zmq.Socket[bytes], frames: list[bytes | memoryview], nbytes: int) -> None:
+        stats = self._shelf.stats
+        try:
+            router.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            stats.dropped += 1  # the receiver's queue is full: it asks again when it has caught up
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            stats.dropped += 1  # the receiver is gone
+        else:
+            if nbytes:
+                stats.parts += 1
+                stats.nbytes += nbytes

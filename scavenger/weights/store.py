@@ -1,0 +1,144 @@
+"""What one engine's process holds of its run's versions: it pulls them, and serves on what it holds.
+
+Owns the process's pulls and its own source of weights. Knows no engine and no daemon: `say` carries what it serves to whoever keeps
+the directory. Runs on one event loop. It holds the version that was asked for last, those that it was told to keep, and what arrived of one
+that could not be completed, which is where the next try of the same weights begins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import structlog
+
+from scavenger import wire
+from scavenger.errors import ScavengerError, WeightsError
+from scavenger.keys import KeyPair
+from scavenger.weights.manifest import Manifest
+from scavenger.weights.memory import Buffer
+from scavenger.weights.pull import Pull
+from scavenger.weights.source import WeightSource
+from scavenger.weights.transfer import Limits
+
+ANNOUNCE_S = 0.5  # a pull that takes longer serves others while it runs
+KEEP = 8  # more than it can be told to keep at a time
+_log = structlog.get_logger(__name__)
+
+
+class Store:
+    """`address` gives the interface on which others reach this process; it may fail, and then nothing is served."""
+
+    def __init__(
+        self,
+        keypair: KeyPair,
+        say: Callable[[wire.Serving], None],
+        address: Callable[[], str],
+        *,
+        limits: Limits | None = None,
+        announce_s: float = ANNOUNCE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._keypair = keypair
+        self._say = say
+        self._address = address
+        self._limits = limits
+        self._announce_s = announce_s
+        self._clock = clock
+        self._source: WeightSource | None = None
+        self._held: dict[int, tuple[Manifest, Buffer]] = {}  # complete and verified
+        self._served: dict[int, bytes] = {}  # version -> root
+        self._pull: Pull | None = None  # under way, or unfinished
+        self._more: wire.UseWeights | None = None  # further holders that were named last
+        self._one = asyncio.Lock()  # a pull that was cancelled ends before the next begins
+
+    async def get(self, manifest: Manifest, weights: wire.UseWeights, deadline_s: float) -> Buffer:
+        """Every byte of the version, verified. Raises `WeightsError`; what arrived until then is kept for the next try."""
+        async with self._one:
+            return await self._get(manifest, weights, deadline_s)
+
+    async def _get(self, manifest: Manifest, weights: wire.UseWeights, deadline_s: float) -> Buffer:
+        for version, (held, buffer) in self._held.items():
+            if held.root == manifest.root:  # published again under another number, or asked for again
+                self._release({version, manifest.version, *weights.keep})
+                return self._now_held(manifest, buffer, weights)
+        work = self._pull
+        if work is None or work.manifest.root != manifest.root:
+            newest = self._held[max(self._held)] if self._held else None
+            work = self._pull = Pull(manifest, self._keypair, limits=self._limits, clock=self._clock, base=newest)
+        else:
+            work.again(manifest)
+        more = self._more.sources if self._more is not None and self._more.version == weights.version else ()
+        work.offer((*weights.sources, *more))
+        partial = asyncio.get_running_loop().call_later(self._announce_s, self._serve_partial, work, weights)
+        try:
+            buffer = await work.finish(deadline_s)
+        finally:
+            partial.cancel()
+        self._pull, work.base = None, None
+        self._release({manifest.version, *weights.keep})
+        return self._now_held(manifest, buffer, weights)
+
+    def offer(self, weights: wire.UseWeights) -> None:
+        """More holders of the version that is being pulled, or is about to be."""
+        self._more = weights
+        if self._pull is not None and self._pull.manifest.version == weights.version:
+            self._pull.offer(weights.sources)
+
+    def close(self) -> None:
+        if self._source is not None:
+            self._source.close()
+            self._source = None
+
+    # ---------------------------------------------------------------- serving
+
+    def _now_held(self, manifest: Manifest, buffer: Buffer, weights: wire.UseWeights) -> Buffer:
+        self._held[manifest.version] = (manifest, buffer)
+        source = self._serving(weights)
+        if source is not None:
+            if self._served.get(manifest.version) != manifest.root:
+                source.withdraw(manifest.version)  # another history's weights of the same number
+            told = source.publish(manifest, buffer)
+            source.completed(manifest.version)
+            self._tell(wire.Serving(manifest.version, manifest.root, told))
+        return buffer
+
+    def _serve_partial(self, work: Pull, weights: wire.UseWeights) -> None:
+        source, manifest = self._serving(weights), work.manifest
+        if source is None or work is not self._pull:
+            return
+        source.withdraw(manifest.version)
+        try:
+            told = source.publish_empty(manifest, work.buffer)
+        except WeightsError as error:
+            _log.warning("weights.not_served_on", reason=str(error))
+            return
+        # From here on each chunk is told as it comes; those before are looked up. A chunk told twice does no harm.
+        work.arrived = lambda chunk: source.arrived(manifest.version, chunk)
+        for chunk in work.here():
+            source.arrived(manifest.version, chunk)
+        self._tell(wire.Serving(manifest.version, manifest.root, told))
+
+    def _tell(self, serving: wire.Serving) -> None:
+        self._served[serving.version] = serving.root
+        self._say(serving)
+
+    def _serving(self, weights: wire.UseWeights) -> WeightSource | None:
+        """This process's own source, as encrypted as those that it is given. None where it cannot have one: it then only receives."""
+        encrypt = any(source.server_key for source in weights.sources)
+        if self._source is None:
+            try:
+                self._source = WeightSource(self._address(), keep=KEEP, encrypt=encrypt)
+            except (ScavengerError, OSError) as error:
+                _log.warning("weights.not_served_on", reason=str(error))
+        return self._source
+
+    def _release(self, keep: set[int]) -> None:
+        """Let go of every version but these, and say so."""
+        for version in [version for version in {*self._held, *self._served} if version not in keep]:
+            self._held.pop(version, None)
+            root = self._served.pop(version, None)
+            if root is not None and self._source is not None:
+                self._source.withdraw(version)
+                self._say(wire.Serving(version, root, None))

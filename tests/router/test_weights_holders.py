@@ -1,0 +1,130 @@
+"""The core's directory of weights: engines that hold a version are told to those that need it."""
+
+from __future__ import annotations
+
+from scavenger.router import workers
+from scavenger.wire import Goodbye, PublishVersion, Serving, UseWeights, WeightsFailed, WeightsLoaded, WeightSource, Welcome
+from tests.router.harness import SOURCE, Bench, root, started
+from tests.router.moves import W1, W2, finish_all
+
+W3 = 13
+
+
+def engine(number: int, complete: bool = True) -> WeightSource:
+    return WeightSource(f"tcp://engine{number}:1", "", b"t", complete=complete)
+
+
+def asked(bench: Bench, conn: int) -> list[UseWeights]:
+    return bench.take(conn, UseWeights)
+
+
+def holding(bench: Bench, conn: int, number: int, version: int = 1) -> None:
+    bench.join(conn, version)
+    bench.say(conn, Serving(version, root(version), engine(number)))
+    asked(bench, conn)
+
+
+def test_a_joiner_is_sent_to_the_trainer_and_to_the_engines_that_hold_the_version() -> None:
+    bench = started(n=1)
+    bench.hello(W1)
+    assert bench.take(W1, Welcome)[0].relay
+    assert [m.sources for m in asked(bench, W1)] == [(SOURCE,)]
+    bench.say(W1, WeightsLoaded(1, root(1)))
+    bench.say(W1, Serving(1, root(1), engine(1)))
+    bench.hello(W2)
+    assert [m.sources for m in asked(bench, W2)] == [(SOURCE, engine(1))]
+
+
+def test_what_an_engine_says_under_another_root_is_not_passed_on() -> None:
+    bench = started(n=1)
+    bench.join(W1)
+    bench.say(W1, Serving(1, root(2), engine(1)))
+    bench.say(W1, Serving(9, root(9), engine(1)))
+    bench.hello(W2)
+    assert [m.sources for m in asked(bench, W2)] == [(SOURCE,)]
+
+
+def test_a_dead_holder_leaves_at_once() -> None:
+    bench = started(n=1)
+    holding(bench, W1, 1)
+    bench.say(W1, Goodbye("SIGTERM", True))
+    bench.hello(W2)
+    assert [m.sources for m in asked(bench, W2)] == [(SOURCE,)]
+
+
+def test_one_that_pulls_hears_of_new_holders_but_not_in_each_moment() -> None:
+    bench = started(n=1)
+    bench.hello(W2)
+    assert len(asked(bench, W2)) == 1
+    bench.hello(W1)
+    bench.say(W1, Serving(1, root(1), engine(1, complete=False)))
+    bench.tick(0.25)
+    assert asked(bench, W2) == []
+    bench.tick(0.5)
+    assert asked(bench, W2) == [UseWeights(1, b"", (SOURCE, engine(1, complete=False)), more=True)]
+    bench.tick(1.0)
+    assert asked(bench, W2) == []
+    bench.say(W2, WeightsLoaded(1, root(1)))
+    bench.say(W1, Serving(1, root(1), engine(1)))
+    bench.tick(1.0)
+    assert asked(bench, W2) == [], "it has the version"
+
+
+def test_a_joiner_loads_from_engines_while_the_trainer_restarts() -> None:
+    bench = started(n=1)
+    holding(bench, W1, 1)
+    bench.open()
+    bench.hello(W2)
+    assert [m.sources for m in asked(bench, W2)] == [(engine(1),)]
+    bench.say(W1, Goodbye("SIGTERM", True))
+    bench.hello(W3)
+    assert asked(bench, W3) == [], "nobody holds it: the trainer publishes it again"
+
+
+def test_what_lies_on_a_disk_outlives_the_trainer() -> None:
+    bench = started(n=1)
+    disk = WeightSource("file:///spool/version-2", "", b"")
+    bench.call(PublishVersion(2, 0, root(2), b"manifest", (SOURCE, disk)))
+    bench.open()
+    bench.submit(version=2, step=2)
+    bench.hello(W1)
+    assert [m.sources for m in asked(bench, W1)][-1] == (disk,)
+
+
+def test_the_last_holder_of_a_version_that_is_still_needed_keeps_it() -> None:
+    bench = started(n=1)
+    bench.join(W2)  # takes the sample of version 1
+    holding(bench, W1, 1)
+    bench.publish(2, step=1)
+    core = bench.router.core
+    run, idle = core.runs["r"], core.workers[2]
+    workers.steer(core, idle, 2)
+    bench.tick()
+    assert [m.keep for m in asked(bench, W1) if m.version == 2] == [()], "its trainer serves it"
+    idle.asked_version, run.versions[1].sources = 1, ()
+    workers.steer(core, idle, 2)
+    bench.tick()
+    assert [m.keep for m in asked(bench, W1) if m.version == 2] == [(1,)]
+
+
+def test_a_failed_pull_frees_the_holders_that_it_was_sent_to() -> None:
+    bench = started(n=1)
+    holding(bench, W1, 1)
+    bench.hello(W2)
+    holder = bench.router.core.runs["r"].directory._holders[1][1]
+    assert holder.readers == {2}
+    bench.say(W2, WeightsFailed(1, "no luck"))
+    assert holder.readers == set()
+
+
+def test_an_old_version_is_forgotten_with_its_holders() -> None:
+    bench = started(n=1)
+    leases = bench.join(W1)
+    bench.say(W1, Serving(1, root(1), engine(1)))
+    run = bench.router.core.runs["r"]
+    for version in range(2, 8):
+        bench.publish(version, step=version)
+    assert run.directory.available(1)
+    finish_all(bench, W1, leases)
+    bench.commit_step(1, [leases[0].sample_id])
+    assert not run.directory.available(1)

@@ -1,0 +1,183 @@
+"""Deltas are bit-exact or of no effect."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from scavenger import keys
+from scavenger.errors import WeightsError
+from scavenger.weights import delta
+from scavenger.weights import manifest as manifests
+from scavenger.weights.deltas import Deltas
+from scavenger.weights.manifest import Manifest
+from scavenger.weights.memory import Buffer
+from scavenger.weights.pull import Pull
+from scavenger.weights.source import WeightSource
+from scavenger.weights.transfer import Limits
+
+CHUNK = 1 << 14
+
+
+def bytes_of(seed: int, nbytes: int) -> bytes:
+    return np.random.default_rng(seed).bytes(nbytes)
+
+
+def changed(data: bytes, share: float, seed: int, width: int = 2) -> bytes:
+    """So many of the items, moved by a few last bits."""
+    rng = np.random.default_rng(seed)
+    items = np.frombuffer(data, dtype=f"<u{width}").copy()
+    places = rng.random(len(items)) < share
+    items[places] ^= rng.integers(1, 4, places.sum()).astype(items.dtype)
+    return items.tobytes()
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+@pytest.mark.parametrize("share", [0.0, 1e-4, 0.01, 0.3, 1.0])
+def test_a_delta_gives_back_every_bit(width: int, share: float) -> None:
+    old = bytes_of(1, CHUNK)
+    new = changed(old, share, 2, width)
+    made = delta.encode(memoryview(old), memoryview(new), width)
+    out = memoryview(bytearray(CHUNK))
+    delta.apply_chain(memoryview(old), memoryview(delta.chain([made])), out)
+    assert out == new
+    if share <= 0.01:
+        assert len(made) < CHUNK / 20
+
+
+def test_nan_payloads_signed_zeros_and_the_first_and_last_item_survive() -> None:
+    old = np.zeros(CHUNK // 2, dtype="<u2")
+    new = old.copy()
+    new[[0, 1, 700, -1]] = [0x8000, 0x7FC1, 0xFFFF, 0x0001]
+    out = memoryview(bytearray(CHUNK))
+    before, after = memoryview(old.tobytes()), memoryview(new.tobytes())
+    delta.apply_chain(before, memoryview(delta.chain([delta.encode(before, after, 2)])), out)
+    assert out == after
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_garbage_is_refused_or_makes_other_bytes_but_never_more(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    old = bytes_of(1, CHUNK)
+    good = bytearray(delta.chain([delta.encode(memoryview(old), memoryview(changed(old, 0.02, seed)), 2)] * 2))
+    for _ in range(20):
+        bad = bytearray(good)
+        bad[int(rng.integers(len(bad)))] ^= int(rng.integers(1, 256))
+        bad = bad[: int(rng.integers(1, len(bad) + 1))]
+        out = memoryview(bytearray(CHUNK))
+        try:
+            delta.apply_chain(memoryview(old), memoryview(bad), out)
+        except WeightsError:
+            continue
+        assert len(out) == CHUNK
+
+
+def test_a_bomb_is_refused() -> None:
+    import struct
+
+    import zstandard
+
+    packed = zstandard.ZstdCompressor().compress(bytes(1 << 26))
+    for count in (1, CHUNK // 2):
+        bomb = struct.pack("<BBI", 2, 1, count) + packed
+        with pytest.raises(WeightsError):
+            delta.apply_chain(memoryview(bytes(CHUNK)), memoryview(delta.chain([bomb])), memoryview(bytearray(CHUNK)))
+
+
+def version(number: int, data: bytes) -> tuple[Manifest, Buffer]:
+    manifest, blob = manifests.build(number, {"w": ("bfloat16", (len(data) // 2,), memoryview(data))}, chunk_nbytes=CHUNK)
+    buffer = Buffer(len(blob))
+    buffer.view[:] = blob
+    return manifest, buffer
+
+
+def history(count: int, share: float = 0.01, chunks: int = 16) -> list[tuple[Manifest, Buffer]]:
+    data = bytes_of(0, CHUNK * chunks)
+    made = [version(1, data)]
+    for number in range(2, count + 1):
+        data = changed(data, share, number)
+        made.append(version(number, data))
+    return made
+
+
+def fetch(base: tuple[Manifest, Buffer] | None, target: Manifest, source: WeightSource, buffer: Buffer) -> Pull:
+    work = Pull(target, keys.generate(), limits=Limits(stall_s=1.0, backoff_s=0.01), base=base)
+
+    async def main() -> None:
+        work.offer([source.publish(target, buffer)])
+        await work.finish(10.0)
+
+    asyncio.run(main())
+    assert work.buffer.view == buffer.view
+    return work
+
+
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_a_receiver_with_an_earlier_version_is_sent_what_changed(encrypt: bool) -> None:
+    versions = history(4)
+    with WeightSource(local=False, deltas=4, encrypt=encrypt) as source:
+        for manifest, buffer in versions:
+            source.publish(manifest, buffer)
+            source.deltas.wait()
+        newest, buffer = versions[-1]
+        one = fetch(versions[2], newest, source, buffer)
+        assert one.deltas == len(newest.chunk_hashes)
+        assert one.nbytes < newest.total_nbytes / 15
+        three = fetch(versions[0], newest, source, buffer)  # a joiner three versions behind: a chain
+        assert three.deltas == len(newest.chunk_hashes)
+        assert one.nbytes < three.nbytes < newest.total_nbytes / 5
+        assert fetch(None, newest, source, buffer).deltas == 0
+
+
+def test_a_chain_that_would_not_pay_is_not_sent() -> None:
+    versions = history(5, share=0.6)
+    with WeightSource(local=False, deltas=4) as source:
+        for manifest, buffer in versions:
+            source.publish(manifest, buffer)
+            source.deltas.wait()
+        newest, buffer = versions[-1]
+        assert fetch(versions[3], newest, source, buffer).deltas == len(newest.chunk_hashes)
+        assert fetch(versions[0], newest, source, buffer).deltas == 0
+
+
+def test_a_base_that_is_not_what_its_manifest_says_costs_time_and_nothing_else() -> None:
+    versions = history(2)
+    versions[0][1].view[100] ^= 1
+    spoiled = (versions[0][0], Buffer(versions[0][1].nbytes))
+    spoiled[1].view[:] = bytes(versions[0][1].nbytes)
+    versions[0][1].view[100] ^= 1
+    with WeightSource(local=False, deltas=4) as source:
+        for manifest, buffer in versions:
+            source.publish(manifest, buffer)
+            source.deltas.wait()
+        work = fetch(spoiled, versions[1][0], source, versions[1][1])
+        assert work.base is None
+        assert work.transfer.corrupt == 0
+
+
+def test_what_is_not_encoded_yet_is_sent_whole_and_another_layout_has_no_deltas() -> None:
+    (first, one), (second, two) = history(2)
+    deltas = Deltas(4)
+    deltas.published(first, one.view)
+    assert deltas.find(first.root, second.root, 0, CHUNK) is None
+    deltas.published(second, two.view)
+    deltas.wait()
+    assert deltas.find(first.root, second.root, 0, CHUNK) is not None
+    assert deltas.find(b"unknown", second.root, 0, CHUNK) is None
+    other, blob = manifests.build(3, {"v": ("bfloat16", (CHUNK // 2,), memoryview(bytes(CHUNK)))}, chunk_nbytes=CHUNK)
+    deltas.published(other, blob)
+    deltas.wait()
+    assert deltas.find(second.root, other.root, 0, CHUNK) is None
+
+
+def test_only_the_last_steps_are_kept() -> None:
+    versions = history(6)
+    deltas = Deltas(2)
+    for manifest, buffer in versions:
+        deltas.published(manifest, buffer.view)
+        deltas.wait()
+    roots = [manifest.root for manifest, _ in versions]
+    assert deltas.find(roots[3], roots[5], 0, CHUNK) is not None
+    assert deltas.find(roots[2], roots[5], 0, CHUNK) is None

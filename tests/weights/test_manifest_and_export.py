@@ -1,0 +1,147 @@
+"""What a manifest refuses, and that a version comes out as a checkpoint that the usual tools read."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from scavenger.cli import app
+from scavenger.errors import WeightsError
+from scavenger.keys import generate
+from scavenger.weights import export, spool
+from scavenger.weights import manifest as manifests
+from scavenger.weights.manifest import Manifest, Shard
+from scavenger.weights.memory import Buffer
+from scavenger.weights.pull import pull
+
+
+def version(number: int = 1, **changes: bytes) -> tuple[Manifest, memoryview]:
+    tensors = {
+        "model.norm": ("bfloat16", (5,), memoryview(changes.get("norm", b"0123456789"))),
+        "model.embed": ("float32", (3, 4), memoryview(changes.get("embed", bytes(range(48))))),
+        "empty": ("bfloat16", (0, 4), memoryview(b"")),
+    }
+    return manifests.build(number, tensors, chunk_nbytes=16)
+
+
+def test_equal_weights_have_equal_roots_whatever_else_differs() -> None:
+    one, other = version(1)[0], version(2)[0]
+    sharded = msgspec.structs.replace(other, shards=(Shard(0, 0, 16), Shard(1, 16, 58)), parents=(b"p",))
+    assert one.root == other.root == manifests.decode(manifests.encode(sharded), one.root).root
+    assert version(1, norm=b"0123456788")[0].root != one.root
+
+
+def test_wide_items_come_first_so_that_a_safetensors_file_is_aligned() -> None:
+    manifest, blob = version()
+    assert [tensor.name for tensor in manifest.tensors] == ["model.embed", "empty", "model.norm"]
+    assert [bytes(view.data) for view in manifests.views(manifest, blob)] == [bytes(range(48)), b"", b"0123456789"]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"root": b"x" * 32}, "root hash"),
+        ({"chunk_hashes": (b"x",)}, "add up"),
+        ({"total_nbytes": 57}, "add up"),
+        ({"chunk_nbytes": 1 << 40}, "sizes"),
+        ({"chunk_nbytes": 0}, "sizes"),
+        ({"shards": (Shard(0, 0, 16), Shard(1, 32, 58))}, "rank 1"),
+        ({"shards": (Shard(0, 0, 17), Shard(1, 17, 58))}, "rank 0"),
+        ({"shards": (Shard(0, 0, 16),)}, "shards end"),
+    ],
+)
+def test_a_manifest_that_contradicts_itself_is_refused(change: dict[str, object], told: str) -> None:
+    manifest = msgspec.structs.replace(version()[0], **change)
+    with pytest.raises(WeightsError, match=told):
+        manifests.decode(manifests.encode(manifest))
+
+
+def test_another_manifest_than_the_one_expected_is_refused() -> None:
+    stale, expected = version(1)[0], version(2, norm=b"9876543210")[0]
+    with pytest.raises(WeightsError, match="root hash"):
+        manifests.decode(manifests.encode(stale), expected.root)
+
+
+@pytest.mark.parametrize("shard_nbytes", [1 << 30, 20])
+def test_an_exported_version_is_a_hugging_face_checkpoint(tmp_path: Path, shard_nbytes: int) -> None:
+    safe = pytest.importorskip("safetensors.numpy", reason="reading it back needs the [trainer] extra")
+    manifest, blob = manifests.build(
+        7, {f"layer.{i}": ("float32", (4,), memoryview(os.urandom(16))) for i in range(3)}, chunk_nbytes=16
+    )  # fmt: skip
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "llama"}')
+    (model / "modeling_evil.py").write_text("raise SystemExit")
+    export.write(manifest, blob, tmp_path / "out", model, shard_nbytes=shard_nbytes)
+    files = sorted(path.name for path in (tmp_path / "out").iterdir())
+    tensors = {}
+    for name in files:
+        if name.endswith(".safetensors"):
+            tensors |= safe.load_file(tmp_path / "out" / name)
+    assert {name: array.tobytes() for name, array in tensors.items()} == {v.name: bytes(v.data) for v in manifests.views(manifest, blob)}
+    assert "config.json" in files
+    assert "modeling_evil.py" not in files
+    if shard_nbytes == 20:
+        index = msgspec.json.decode((tmp_path / "out/model.safetensors.index.json").read_bytes())
+        assert sorted(index["weight_map"].values()) == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+
+
+def test_damaged_bytes_are_not_exported(tmp_path: Path) -> None:
+    manifest, blob = version()
+    blob[3] ^= 1
+    with pytest.raises(WeightsError, match="not its manifest's"):
+        export.write(manifest, blob, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def filled(blob: memoryview) -> Buffer:
+    buffer = Buffer(len(blob))
+    buffer.view[:] = blob
+    return buffer
+
+
+def test_a_spooled_version_outlives_its_process_and_the_command_exports_it(tmp_path: Path) -> None:
+    shelf = spool.Spool(tmp_path / "spool", keep=2)
+    for number in (1, 2, 3):
+        manifest, blob = version(number)
+        address = shelf.put(manifest, filled(blob))
+        shelf.wait()
+    assert shelf.versions() == [2, 3]
+    assert asyncio.run(pull(manifest, [address], generate(), 5.0)).view == blob
+    result = CliRunner().invoke(app, ["weights", "export", str(tmp_path / "spool/version-3"), str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    assert manifest.root.hex() in result.output.replace("\n", "")
+    assert (tmp_path / "out/model.safetensors").is_file()
+
+
+def test_a_spooled_file_with_a_flipped_byte_is_never_used(tmp_path: Path) -> None:
+    manifest, blob = version()
+    address = spool.Spool(tmp_path).write(manifest, blob)
+    path = Path(address.endpoint.removeprefix("file://"))
+    data = bytearray(path.read_bytes())
+    data[20] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(WeightsError, match="does not have the manifest's hash"):
+        asyncio.run(pull(manifest, [address], generate(), 5.0))
+    path.write_bytes(data[:20])
+    with pytest.raises(WeightsError, match="the file ends"):
+        asyncio.run(pull(manifest, [address], generate(), 5.0))
+
+
+def test_a_reader_that_is_before_the_spool_finds_it_when_it_is_there(tmp_path: Path) -> None:
+    manifest, blob = version()
+    shelf = spool.Spool(tmp_path)
+    address = shelf._address(1)
+
+    async def early() -> memoryview:
+        waiting = asyncio.create_task(pull(manifest, [address], generate(), 10.0))
+        await asyncio.sleep(0.1)
+        shelf.write(manifest, blob)
+        return (await waiting).view
+
+    assert asyncio.run(early()) == blob

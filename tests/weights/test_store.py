@@ -1,0 +1,208 @@
+"""One engine's process: what it pulls it serves on, and what goes wrong elsewhere never makes it use a byte that it did not check."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from scavenger import keys, wire
+from scavenger.errors import WeightsError
+from scavenger.weights import manifest as manifests
+from scavenger.weights.manifest import Manifest
+from scavenger.weights.source import WeightSource
+from scavenger.weights.store import Store
+from scavenger.weights.transfer import Limits
+
+LIMITS = Limits(stall_s=0.5, backoff_s=0.01, backoff_max_s=0.05)
+
+
+def version(number: int, seed: int | None = None, nbytes: int = 1 << 19) -> tuple[Manifest, memoryview]:
+    data = os.urandom(nbytes) if seed is None else bytes([seed]) * nbytes
+    return manifests.build(number, {"w": ("bfloat16", (nbytes // 2,), memoryview(data))}, chunk_nbytes=1 << 14)
+
+
+class Engine:
+    """A store, and what it said."""
+
+    def __init__(self, announce_s: float = 0.5) -> None:
+        self.said: list[wire.Serving] = []
+        self.store = Store(keys.generate(), self.said.append, lambda: "127.0.0.1", limits=LIMITS, announce_s=announce_s)
+
+    async def get(
+        self, manifest: Manifest, *sources: wire.WeightSource, keep: tuple[int, ...] = (), deadline_s: float = 10.0
+    ) -> memoryview:
+        weights = wire.UseWeights(manifest.version, b"m", sources, keep)
+        return (await self.store.get(manifest, weights, deadline_s)).view
+
+    def address(self) -> wire.WeightSource:
+        assert self.said[-1].source is not None
+        return self.said[-1].source
+
+
+@asynccontextmanager
+async def engines(count: int, announce_s: float = 0.5) -> AsyncIterator[list[Engine]]:
+    made = [Engine(announce_s) for _ in range(count)]
+    try:
+        yield made
+    finally:
+        for engine in made:
+            engine.store.close()
+
+
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_an_engine_serves_on_what_it_verified_when_the_publisher_is_gone(encrypt: bool) -> None:
+    async def main() -> None:
+        manifest, blob = version(1)
+        async with engines(2) as (first, second):
+            with WeightSource(encrypt=encrypt, local=False) as trainer:
+                published = trainer.publish(manifest, blob)
+                assert await first.get(manifest, published) == blob
+            assert bool(first.address().server_key) == encrypt
+            assert await second.get(manifest, published, first.address()) == blob  # a joiner while the publisher is dead
+
+    asyncio.run(main())
+
+
+def test_a_publisher_that_dies_within_a_pull_is_replaced_by_a_joiner_s_neighbours() -> None:
+    async def main() -> None:
+        manifest, blob = version(1)
+        async with engines(2) as (first, second):
+            with WeightSource(local=False) as fast:
+                await first.get(manifest, fast.publish(manifest, blob))
+            slow = WeightSource(local=False, nbytes_per_s=1 << 18)
+            waiting = asyncio.create_task(second.get(manifest, slow.publish(manifest, blob)))
+            while slow.stats.parts < 3:
+                await asyncio.sleep(0.01)
+            slow.close()
+            second.store.offer(wire.UseWeights(1, b"", (first.address(),)))
+            assert await waiting == blob
+
+    asyncio.run(main())
+
+
+def test_a_long_pull_serves_others_before_it_is_complete() -> None:
+    async def main() -> None:
+        manifest, blob = version(1)
+        async with engines(2, announce_s=0.05) as (first, second):
+            with WeightSource(local=False, nbytes_per_s=1 << 20) as trainer:
+                published = trainer.publish(manifest, blob)
+                one = asyncio.create_task(first.get(manifest, published))
+                while not first.said:
+                    await asyncio.sleep(0.01)
+                assert not first.address().complete
+                assert await second.get(manifest, published, first.address()) == blob
+                assert await one == blob
+                assert first.address().complete
+                assert trainer.stats.parts < 1.8 * len(manifest.chunk_hashes)
+
+    asyncio.run(main())
+
+
+def test_no_holder_left_is_said_and_the_next_try_begins_where_this_one_ended() -> None:
+    async def main() -> None:
+        manifest, blob = version(1)
+        async with engines(1) as (engine,):
+            slow = WeightSource(local=False, nbytes_per_s=1 << 18)
+            waiting = asyncio.create_task(engine.get(manifest, slow.publish(manifest, blob), deadline_s=1.0))
+            while slow.stats.parts < 3:
+                await asyncio.sleep(0.01)
+            slow.close()
+            with pytest.raises(WeightsError, match=r"not complete after 1 s: \d+ of 32 chunks"):
+                await waiting
+            again, same = manifests.build(5, {"w": ("bfloat16", (1 << 18,), blob)}, chunk_nbytes=1 << 14)
+            with WeightSource(local=False) as trainer:  # the trainer republishes, under a new number
+                assert await engine.get(again, trainer.publish(again, same)) == blob
+                assert 0 < trainer.stats.parts <= 29
+
+    asyncio.run(main())
+
+
+def test_two_versions_in_quick_succession_and_a_joiner_three_behind_end_with_the_newest() -> None:
+    async def main() -> None:
+        published = {number: version(number) for number in (1, 2, 3, 4)}
+        async with engines(1) as (engine,):
+            with WeightSource(local=False, keep=4, nbytes_per_s=1 << 20) as trainer:
+                addresses = {number: trainer.publish(*made) for number, made in published.items()}
+                assert await engine.get(published[1][0], addresses[1]) == published[1][1]
+                tasks = []
+                for number in (2, 3):
+                    if tasks:
+                        tasks[-1].cancel()
+                    tasks.append(asyncio.create_task(engine.get(published[number][0], addresses[number])))
+                    await asyncio.sleep(0.05)
+                assert await tasks[-1] == published[3][1]
+                assert tasks[0].cancelled()
+                assert await engine.get(published[4][0], addresses[4], keep=(3,)) == published[4][1]
+                source = engine.store._source
+                assert source is not None
+                assert source.versions() == [3, 4]  # it was told to keep 3, and let go of 1
+
+    asyncio.run(main())
+
+
+def test_an_engine_is_sent_what_changed_since_its_version() -> None:
+    async def main() -> None:
+        first, blob = version(1)
+        later = bytearray(blob)
+        later[::999] = bytes(len(later[::999]))
+        second, new = manifests.build(2, {"w": ("bfloat16", (1 << 18,), memoryview(later))}, chunk_nbytes=1 << 14)
+        async with engines(1) as (engine,):
+            with WeightSource(local=False, deltas=1) as trainer:
+                await engine.get(first, trainer.publish(first, blob))
+                sent = trainer.stats.nbytes
+                address = trainer.publish(second, new)
+                trainer.deltas.wait()
+                assert await engine.get(second, address) == new
+                assert trainer.deltas.used == len(second.chunk_hashes)
+                assert trainer.stats.nbytes - sent < sent / 20
+
+    asyncio.run(main())
+
+
+def test_the_same_weights_under_another_number_are_not_pulled_again() -> None:
+    async def main() -> None:
+        first, blob = version(1, seed=7)
+        again, _ = version(9, seed=7)
+        async with engines(1) as (engine,):
+            with WeightSource(local=False) as trainer:
+                await engine.get(first, trainer.publish(first, blob))
+            assert await engine.get(again) == blob
+            assert [said.version for said in engine.said] == [1, 9]
+
+    asyncio.run(main())
+
+
+def test_another_history_s_weights_under_the_same_number_replace_those_served() -> None:
+    async def main() -> None:
+        old, old_blob = version(1, seed=1)
+        new, new_blob = version(1, seed=2)
+        async with engines(2) as (engine, other):
+            with WeightSource(local=False) as one, WeightSource(local=False) as two:
+                await engine.get(old, one.publish(old, old_blob))
+                stale = engine.address()
+                assert await engine.get(new, two.publish(new, new_blob)) == new_blob
+            assert await other.get(new, engine.address()) == new_blob
+            with pytest.raises(WeightsError, match="under this token"):
+                await other.get(old, stale)
+
+    asyncio.run(main())
+
+
+def test_a_process_that_cannot_serve_still_receives() -> None:
+    async def main() -> None:
+        manifest, blob = version(1)
+
+        def nowhere() -> str:
+            raise OSError("no address")
+
+        store = Store(keys.generate(), lambda _s: pytest.fail("it serves nothing"), nowhere, limits=LIMITS)
+        with WeightSource() as trainer:
+            address = trainer.publish(manifest, blob)
+            assert (await store.get(manifest, wire.UseWeights(1, b"m", (address,)), 5.0)).view == blob
+        store.close()
+
+    asyncio.run(main())
