@@ -176,13 +176,31 @@ class RewardSection(Section):
 
 
 class AlgorithmSection(Section):
-    name: Literal["grpo"] = "grpo"
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    clip_high: Annotated[float, Field(gt=0)] = 0.2
+    """What `name` leaves open; the rows themselves, with each one's defaults, are in `trainer/algorithms/rows.py`."""
+
+    name: Literal["grpo", "dr_grpo", "dapo", "rloo", "reinforce++", "reinforce++-baseline", "gspo", "cispo"] = "grpo"
+    aggregation: Literal["", "token", "sequence", "constant"] = ""  # empty = the algorithm's own
+    scale_by_std: bool | None = None  # none = the algorithm's own, like clip_low and clip_high
+    clip_low: Annotated[float, Field(gt=0, le=1)] | None = None
+    clip_high: Annotated[float, Field(gt=0)] | None = None
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
-    importance_cap: Annotated[float, Field(gt=0)] = 2.0  # truncation of proximal/behaviour
+    kl_estimator: Literal["", "k1", "k2", "k3"] = ""  # empty = the algorithm's own
+    kl_reference: Literal["start", "proximal"] = "start"  # the model at model.path, kept in memory; or the step's first weights
+    importance: Literal["truncate", "mask", "off"] = "truncate"  # what is done with proximal/behaviour
+    importance_level: Literal["token", "sequence", "geometric"] = "token"
+    importance_cap: Annotated[float, Field(gt=0)] = 2.0
+    importance_floor: Annotated[float, Field(ge=0)] = 0.0  # of the mask
+    on_length: Literal["reward", "mask", "overlong-shape"] = "reward"  # answers that sampling.max_tokens ended
+    overlong_buffer_tokens: NonNegative = 0
     updates_per_step: Positive = 1
-    scale_by_std: bool = True
+
+    @model_validator(mode="after")
+    def _mask(self) -> AlgorithmSection:
+        if self.importance_floor and self.importance != "mask":
+            raise ValueError('importance_floor needs importance = "mask"')
+        if self.importance == "mask" and self.importance_floor >= self.importance_cap:
+            raise ValueError("importance_floor < importance_cap must hold")
+        return self
 
 
 class OptimizerSection(Section):

@@ -28,6 +28,7 @@ from scavenger.config import RewardSection, RunConfig
 from scavenger.errors import CheckpointAhead, ConfigError, LedgerRestored, ScavengerError, StaleAttempt, told
 from scavenger.weights.source import WeightSource
 from trainer import checkpoint
+from trainer.algorithms.rows import resolve
 from trainer.comm import Comm, Solo, connect, join, leave
 from trainer.data import Problems, open_tokenizer, stop_tokens
 from trainer.local import LocalRun, LocalSource
@@ -79,7 +80,7 @@ def make_learner(config: RunConfig, comm: Comm) -> Learner:
     return Learner(
         config.model.path,
         join(comm),
-        algorithm=config.algorithm,
+        recipe=resolve(config.algorithm, config.sampling.max_tokens),
         optimizer=config.optimizer,
         temperature=config.sampling.temperature,
         deterministic=config.run.deterministic,
@@ -122,7 +123,7 @@ def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> None:
         stack.callback(monitor.close)
         start, run, source = begin(config, spec, ranks, stack, options)
         set_aside(config, start, run.attempt)
-        scoring = Scoring(runner, tokenizer, reward, config.algorithm, monitor.say)
+        scoring = Scoring(runner, tokenizer, reward, config.algorithm, monitor.say, config.sampling.max_tokens)
         loop = Loop(config, run, ranks, source, scoring, problems, how, monitor, start, crash_at)
         try:
             loop.run()

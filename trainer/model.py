@@ -3,7 +3,7 @@
 Owns parameters, gradients and optimizer state. Knows no daemon, no ledger and no MPI.
 
 **One denominator.** Micro-batch losses are sums over tokens. FSDP's division of gradients by the number of ranks is undone (factor 1,
-sum reduction), so the step's true token count, applied once in `update`, is the only denominator (I7).
+sum reduction), so the step's true denominator, applied once in `update`, is the only one (I7).
 
 **Why a deterministic run repeats exactly** (`deterministic = true`). Three things could let the arrival order, the fleet or a
 preemption into the weights, and each is closed:
@@ -37,10 +37,12 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from rollout.engines.norms import wide_norms
-from scavenger.config import AlgorithmSection, OptimizerSection
+from scavenger.config import OptimizerSection
 from scavenger.errors import ConfigError
-from trainer import losses
+from trainer.algorithms.loss import Tokens, policy_loss, token_logprobs
+from trainer.algorithms.rows import Recipe
 from trainer.batching import Micro
+from trainer.collate import Batch, padded
 
 #: Gradients of a deterministic run are multiples of this; sums stay exact below QUANTUM * 2^53.
 QUANTUM = 2.0**-40
@@ -52,11 +54,12 @@ _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.redu
 
 
 class RowStats(msgspec.Struct, frozen=True):
-    """Sums over one row's trained tokens; `mismatch_*` compare proximal with behaviour logprobs, entropy-free and detached."""
+    """Sums over one row's tokens, as `algorithms.loss.Terms` has them; `mismatch_*` compare proximal with behaviour logprobs."""
 
     sample_id: int
     tokens: int
-    policy: float
+    kept: int
+    loss: float
     kl: float
     clipped: float
     mismatch_k3: float
@@ -122,30 +125,6 @@ def _layers(model: nn.Module) -> Iterator[nn.Module]:
             return
 
 
-def collate(micro: Micro, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """Pad the rows on the right. Tokens [B, T] int64; the others [B, T-1] or [B]: position t speaks of token t + 1.
-
-    Causal attention never looks right, so padding needs no attention mask: its outputs are computed and ignored.
-    """
-    rows, width = len(micro.rows), micro.width
-    tokens = torch.zeros(rows, width, dtype=torch.int64)
-    mask = torch.zeros(rows, width - 1, dtype=dtype)
-    behaviour = torch.zeros(rows, width - 1, dtype=dtype)
-    proximal = torch.zeros(rows, width - 1, dtype=dtype)
-    for i, row in enumerate(micro.rows):
-        text = torch.frombuffer(bytearray(row.prompt + row.answer), dtype=torch.int32)
-        tokens[i, : len(text)] = text
-        start, stop = len(row.prompt) // 4 - 1, row.tokens - 1
-        if stop > start:
-            mask[i, start:stop] = 1
-            behaviour[i, start:stop] = torch.frombuffer(bytearray(row.behaviour), dtype=torch.float32)
-            if row.proximal:
-                proximal[i, start:stop] = torch.frombuffer(bytearray(row.proximal), dtype=torch.float64)
-    advantages = torch.tensor([row.advantage for row in micro.rows], dtype=dtype)
-    made = {"tokens": tokens, "mask": mask, "behaviour": behaviour, "proximal": proximal, "advantages": advantages}
-    return {name: value.to(device) for name, value in made.items()}
-
-
 class Learner:
     """One rank's share of the model. `temperature` is the sampling temperature, under which all logprobs are taken."""
 
@@ -154,7 +133,7 @@ class Learner:
         folder: Path,
         mesh: DeviceMesh,
         *,
-        algorithm: AlgorithmSection,
+        recipe: Recipe,
         optimizer: OptimizerSection,
         temperature: float,
         deterministic: bool,
@@ -163,10 +142,10 @@ class Learner:
         self.device = torch.device(mesh.device_type)
         self.deterministic = deterministic
         self.model = self._load(folder, mesh)
-        self._algorithm = algorithm
+        self._recipe = recipe
         self._settings = optimizer
         self._temperature = temperature
-        self._reference = self._load(folder, mesh).requires_grad_(False) if algorithm.kl_coef > 0 else None
+        self._reference = self._load(folder, mesh).requires_grad_(False) if recipe.needs_reference else None
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=optimizer.lr, betas=optimizer.betas, weight_decay=optimizer.weight_decay
         )
@@ -180,38 +159,29 @@ class Learner:
         shard(model, mesh, deterministic=self.deterministic)
         return model
 
-    def _logprobs(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
-        tokens = batch["tokens"]
-        logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
-        logits = logits if self.deterministic else logits.float()
-        return losses.token_logprobs(logits, tokens[:, 1:], self._temperature)
+    def _logprobs(self, model: Any, batch: Batch) -> Tensor:
+        """Of the answer tokens, flat: [N]."""
+        logits = model(input_ids=batch.inputs, use_cache=False).logits.flatten(0, 1)[batch.at]
+        return token_logprobs(logits if self.deterministic else logits.float(), batch.targets, self._temperature)
 
     def train(self, micro: Micro) -> tuple[RowStats, ...]:
         """Forward and backward of one micro-batch; gradients add to those of the step. One entry a real row."""
-        batch = collate(micro, self.dtype, self.device)
+        batch = padded(micro, self.dtype).to(self.device)
         current = self._logprobs(self.model, batch)
-        known = bool(micro.rows[0].proximal)
         reference = None
         if self._reference is not None:
             with torch.no_grad():
                 reference = self._logprobs(self._reference, batch)
-        terms = losses.policy_loss(
-            current,
-            batch["proximal"] if known else current.detach(),
-            batch["behaviour"],
-            batch["advantages"],
-            batch["mask"],
-            clip_low=self._algorithm.clip_low,
-            clip_high=self._algorithm.clip_high,
-            importance_cap=self._algorithm.importance_cap,
-            kl_coef=self._algorithm.kl_coef,
-            reference=reference,
-        )
+        proximal = current.detach() if batch.proximal is None else batch.proximal
+        tokens = Tokens(current, proximal, batch.behaviour, batch.row, batch.advantages, reference)
+        terms = policy_loss(tokens, self._recipe)
         terms.loss.backward()  # type: ignore[no-untyped-call]
-        columns = (batch["mask"].sum(-1), terms.policy, terms.kl, terms.clipped, terms.mismatch_k3, terms.mismatch_max, terms.truncated)
+        columns = (
+            terms.tokens, terms.kept, terms.losses, terms.kl, terms.clipped, terms.mismatch_k3, terms.mismatch_max, terms.truncated,
+        )  # fmt: skip
         table = torch.stack([column.double() for column in columns], dim=1).tolist()
         return tuple(
-            RowStats(row.sample_id, int(values[0]), *values[1:])
+            RowStats(row.sample_id, int(values[0]), int(values[1]), *values[2:])
             for row, values in zip(micro.rows, table, strict=True)
             if row.sample_id >= 0
         )
@@ -219,20 +189,16 @@ class Learner:
     @torch.no_grad()
     def proximal(self, micro: Micro) -> dict[int, bytes]:
         """Logprobs of the answers under the present weights: sample id -> packed float64."""
-        batch = collate(micro, self.dtype, self.device)
+        batch = padded(micro, self.dtype).to(self.device)
         logprobs = self._logprobs(self.model, batch).double().cpu()
         for module in self.model.modules():  # without a backward pass the root would stay unsharded, and its parameters be others
             if isinstance(module, FSDPModule):
                 module.reshard()
-        found = {}
-        for i, row in enumerate(micro.rows):
-            if row.sample_id >= 0:
-                start = len(row.prompt) // 4 - 1
-                found[row.sample_id] = logprobs[i, start : row.tokens - 1].numpy().tobytes()
-        return found
+        answers = torch.split(logprobs, [len(row.answer) // 4 for row in micro.rows])
+        return {row.sample_id: answer.numpy().tobytes() for row, answer in zip(micro.rows, answers, strict=True) if row.sample_id >= 0}
 
-    def update(self, tokens: int, lr: float) -> float:
-        """Scale by 1 / tokens (the true denominator), clip, step, clear. Returns the gradient's norm before clipping.
+    def update(self, denominator: float, lr: float) -> float:
+        """Scale by 1 / denominator (the step's true one), clip, step, clear. Returns the gradient's norm before clipping.
 
         Raises `ArithmeticError` when gradients are not finite, or too large for a deterministic run's exact sums.
         """
@@ -242,7 +208,7 @@ class Learner:
             if largest >= EXACT_BELOW / 2:
                 raise ArithmeticError(f"a gradient sum of {largest:g} is beyond the exact range of a deterministic run")
         for gradient in gradients:
-            gradient.div_(tokens)
+            gradient.div_(denominator)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._settings.clip_norm)
         value = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         if value != value or value == float("inf"):

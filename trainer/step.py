@@ -2,7 +2,8 @@
 
 Owns the step's groups between arrival and commit. Micro-steps run in the order in which groups come; what they sum to does not
 depend on it (see `model`). With `updates_per_step` > 1 the first mini-batch streams; the others need logprobs of the step's start
-(proximal), which are computed as their groups come, and are trained when the last has come.
+(proximal), which are computed as their groups come, and are trained when the last has come. Algorithms whose advantages need the
+whole batch ("barrier") do not stream: everything is trained when the last group has come.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -20,11 +21,12 @@ from scavenger import phases, wire
 from scavenger.config import RunConfig
 from scavenger.errors import WireError
 from scavenger.weights.manifest import Manifest
+from trainer.algorithms.rows import Counted, denominator
 from trainer.batching import Micro, Row, mini_batch_of, one_per_group, rounds, spread
 from trainer.data import Problem
 from trainer.model import RowStats, learning_rate
 from trainer.ranks import Ranks
-from trainer.scoring import ScoredGroup, Scoring, specs
+from trainer.scoring import Judged, ScoredGroup, Scoring, specs
 
 POLL_S = 0.1
 #: What the daemon says of the window, and what that decides.
@@ -77,11 +79,13 @@ class _Work:
     mini_batch: dict[int, int]
     submitted: frozenset[int]
     scored: dict[int, ScoredGroup] = field(default_factory=dict)
+    judged: list[Judged] = field(default_factory=list)
     ready: list[ScoredGroup] = field(default_factory=list)
     stash: dict[int, list[list[Row]]] = field(default_factory=dict)
     stats: dict[int, RowStats] = field(default_factory=dict)
     seconds: Seconds = field(default_factory=Seconds)
     grad_norms: list[float] = field(default_factory=list)
+    divisors: dict[int, float] = field(default_factory=dict)
     moves: int = 0
     micro_steps: int = 0
 
@@ -96,6 +100,7 @@ class Stepper:
         self._scoring = scoring
         self._sampling = sampling
         self._has_reserved = config.reserved.workers > 0
+        self._barrier = scoring.recipe.row.streaming == "barrier"
         self.reserved_awake = False
 
     def step(self, step: int, version: int, problems: Sequence[Problem]) -> StepResult:
@@ -176,14 +181,21 @@ class Stepper:
         for group in arrived:
             if group.group_id not in work.submitted:
                 raise WireError(f"group {group.group_id} of step {group.step} came while step {work.step} was under way")
-            scored = self._scoring.score(group)
-            work.scored[group.group_id] = scored
             work.moves += sum(sample.moves for sample in group.samples)
-            if scored.rows:
-                work.ready.append(scored)
-            events.append(phases.GroupsCompleted(1, len(group.samples), 0 if scored.rows else 1))
+            events.append(phases.GroupsCompleted(1, len(group.samples), 0 if self._arrive(work, group) else 1))
         work.seconds.reward += time.monotonic() - after
         return events or [phases.Tick()]
+
+    def _arrive(self, work: _Work, group: wire.GroupDone) -> bool:
+        """Score a group; True when it can be trained at once. Where advantages need the whole batch, it waits for `_settle`."""
+        if self._barrier:
+            work.judged.append(self._scoring.judge(group))
+            return False
+        scored = self._scoring.score(group)
+        work.scored[group.group_id] = scored
+        if scored.rows:
+            work.ready.append(scored)
+        return bool(scored.rows)
 
     # ---------------------------------------------------------------- training
 
@@ -219,8 +231,20 @@ class Stepper:
             rows = [msgspec.structs.replace(row, proximal=proximal[row.sample_id]) for row in group.rows]
             work.stash.setdefault(work.mini_batch[group.prompt_index], []).append(rows)
 
+    def _settle(self, work: _Work) -> None:
+        """The last group has come: advantages over the whole batch, in the order of the prompts, then the training that waited."""
+        started = time.monotonic()
+        judged = sorted(work.judged, key=lambda one: one.group.prompt_index)
+        scored = self._scoring.settle(judged)
+        work.scored = {group.group_id: group for group in scored}
+        work.ready = [group for group in scored if group.rows]
+        work.seconds.reward += time.monotonic() - started
+        while work.ready:
+            self._train_ready(work, len(work.ready))
+
     def _finish(self, work: _Work, log: tuple[str, ...], started: float) -> StepResult:
-        tokens = denominators(work.scored.values(), work.mini_batch)
+        if self._barrier:
+            self._settle(work)
         informative = {work.mini_batch[group.prompt_index] for group in work.scored.values() if group.rows}
         rate = learning_rate(self._config.optimizer, work.step)
         for mini_batch in range(self._config.algorithm.updates_per_step):
@@ -228,11 +252,13 @@ class Stepper:
             self._train(work, work.stash.get(mini_batch, []))
             between = time.monotonic()
             if mini_batch in informative:  # otherwise no answer was better than another: there is no gradient to follow
-                work.grad_norms.append(self._ranks.update(tokens[mini_batch], rate))
+                divisor = self._denominator(work, mini_batch)
+                work.divisors[mini_batch] = divisor
+                work.grad_norms.append(self._ranks.update(divisor, rate))
             work.seconds.train += between - before
             work.seconds.update += time.monotonic() - between
         ordered = sorted(work.scored.values(), key=lambda group: group.prompt_index)
-        metrics = summarise(ordered, work.stats, kl_coef=self._config.algorithm.kl_coef)
+        metrics = summarise(ordered, work.stats, divisor=math.fsum(work.divisors.values()))
         metrics |= {
             "lr": rate,
             "updates": float(len(work.grad_norms)),
@@ -248,21 +274,24 @@ class Stepper:
         }
         return StepResult(tuple(outcome for group in ordered for outcome in group.outcomes), metrics, log)
 
+    def _denominator(self, work: _Work, mini_batch: int) -> float:
+        """The true denominator of a mini-batch, whose every row was trained. Groups filtered for zero variance count, since their gradient
 
-def denominators(groups: Iterable[ScoredGroup], mini_batch: Mapping[int, int]) -> dict[int, int]:
-    """The true denominators: answer tokens of each mini-batch. Groups filtered for zero variance count, since their gradient is known
+        is known to be zero and was merely not computed (so updates shrink as fewer groups have something to say); samples without a
+        reward do not, nor, in some algorithms, tokens that a mask took out.
+        """
+        recipe, counted = self._scoring.recipe, Counted()
+        for group in work.scored.values():
+            if work.mini_batch[group.prompt_index] == mini_batch:
+                counted += group.counted
+                if not recipe.row.masked_count:
+                    stats = [work.stats[row.sample_id] for row in group.rows]
+                    counted += Counted(-sum(row.kept == 0 for row in stats), sum(row.kept - row.tokens for row in stats))
+        return max(denominator(recipe, counted), 1.0)
 
-    to be zero and was merely not computed (so updates shrink as fewer groups have something to say); masked samples do not.
-    """
-    found: dict[int, int] = {}
-    for group in groups:
-        place = mini_batch[group.prompt_index]
-        found[place] = found.get(place, 0) + sum(group.lengths)
-    return found
 
-
-def summarise(groups: Sequence[ScoredGroup], stats: Mapping[int, RowStats], *, kl_coef: float) -> dict[str, float]:
-    """The step's figures; ratios are per trained token, the loss per token. `math.fsum` rounds once, so no order of arrival shows."""
+def summarise(groups: Sequence[ScoredGroup], stats: Mapping[int, RowStats], *, divisor: float) -> dict[str, float]:
+    """The step's figures; ratios are per trained token, the loss per `divisor`. `math.fsum` rounds once, so no order of arrival shows."""
     rewards = [reward for group in groups for reward in group.rewards]
     lengths = [length for group in groups for length in group.lengths]
     rows = list(stats.values())
@@ -270,7 +299,7 @@ def summarise(groups: Sequence[ScoredGroup], stats: Mapping[int, RowStats], *, k
     per_token = 1.0 / trained if trained else 0.0
     return {
         "reward": math.fsum(rewards) / len(rewards) if rewards else 0.0,
-        "loss": math.fsum(row.policy + kl_coef * row.kl for row in rows) / max(tokens, 1),
+        "loss": math.fsum(row.loss for row in rows) / max(divisor, 1.0),
         "tokens": float(tokens),
         "tokens_trained": float(trained),
         "samples": float(len(rewards)),
@@ -282,5 +311,6 @@ def summarise(groups: Sequence[ScoredGroup], stats: Mapping[int, RowStats], *, k
         "clip_fraction": math.fsum(row.clipped for row in rows) * per_token,
         "mismatch_k3": math.fsum(row.mismatch_k3 for row in rows) * per_token,
         "mismatch_max": max((row.mismatch_max for row in rows), default=0.0),
+        "masked_fraction": math.fsum(row.tokens - row.kept for row in rows) * per_token,
         "truncated_fraction": math.fsum(row.truncated for row in rows) * per_token,
     }

@@ -17,6 +17,7 @@ import msgspec
 from scavenger.config import AlgorithmSection, OptimizerSection
 from tests.trainer.rows import make_group
 from trainer import checkpoint
+from trainer.algorithms.rows import resolve
 from trainer.batching import one_per_group, rounds
 from trainer.comm import Comm, connect, join, leave
 from trainer.model import Learner
@@ -29,7 +30,7 @@ def train(ranks: Ranks, seed: int) -> dict[str, object]:
     groups = [make_group(number) for number in range(GROUPS)]
     random.Random(seed).shuffle(groups)
     stats = [one for micros in rounds(one_per_group(groups, width=WIDTH), ranks.size) for one in ranks.train(micros)]
-    norm = ranks.update(sum(one.tokens for one in stats), 1e-3)
+    norm = ranks.update(float(len(stats)), 1e-3)
     manifest, _ = ranks.build_version(1, "float64")
     parts = [msgspec.to_builtins(one) for one in sorted(stats, key=lambda one: one.sample_id)]
     return {"norm": norm, "root": manifest.root.hex(), "stats": parts}
@@ -60,7 +61,12 @@ def main(model: str, out: str) -> None:
     found: list[dict[str, object]] = []
     for seed in (5, 6):
         learner = Learner(
-            Path(model), mesh, algorithm=AlgorithmSection(), optimizer=OptimizerSection(lr=1e-3), temperature=1.0, deterministic=True
+            Path(model),
+            mesh,
+            recipe=resolve(AlgorithmSection(), 8),
+            optimizer=OptimizerSection(lr=1e-3),
+            temperature=1.0,
+            deterministic=True,
         )
         if comm.rank == 0:
             ranks = Ranks(comm, learner)

@@ -16,6 +16,7 @@ from scavenger.config import AlgorithmSection, OptimizerSection
 from scavenger.errors import ConfigError
 from tests.trainer.rank_program import train
 from trainer import checkpoint, comm, publish
+from trainer.algorithms.rows import resolve
 from trainer.launch import environment
 from trainer.model import Learner
 from trainer.ranks import Ranks
@@ -39,7 +40,9 @@ def found(folder: Path) -> Any:
 
 
 def make_learner(folder: Path, mesh: DeviceMesh) -> Learner:
-    return Learner(folder, mesh, algorithm=AlgorithmSection(), optimizer=OptimizerSection(lr=1e-3), temperature=1.0, deterministic=True)
+    return Learner(
+        folder, mesh, recipe=resolve(AlgorithmSection(), 8), optimizer=OptimizerSection(lr=1e-3), temperature=1.0, deterministic=True
+    )
 
 
 @pytest.mark.mpi
