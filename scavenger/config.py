@@ -206,6 +206,8 @@ class AlgorithmSection(Section):
 class OptimizerSection(Section):
     lr: Annotated[float, Field(gt=0)] = 1e-4
     warmup_steps: NonNegative = 0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
+    final_lr_share: Share = 0.0  # of lr, in the last step
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     clip_norm: Annotated[float, Field(gt=0)] = 1.0
@@ -236,7 +238,10 @@ class WeightsSection(Section):
 
 
 class TrainerSection(Section):
-    micro_batch_tokens: Positive = 8192  # padded tokens of one micro-batch and rank at most; deterministic: one group
+    micro_batch_tokens: Positive = 8192  # tokens of one micro-batch and rank at most; deterministic: one group
+    packing: bool = True  # samples of a micro-batch lie in one line without padding
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto = bfloat16 on a GPU
+    activation_checkpointing: bool = False
     idle_poll_ms: Annotated[float, Field(ge=1, le=1000)] = 5.0
 
 

@@ -84,6 +84,7 @@ def make_learner(config: RunConfig, comm: Comm) -> Learner:
         optimizer=config.optimizer,
         temperature=config.sampling.temperature,
         deterministic=config.run.deterministic,
+        trainer=config.trainer,
     )
 
 

@@ -21,36 +21,31 @@ same number of ranks. Without the switch the order of sums is the order of arriv
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from rollout.engines.norms import wide_norms
-from scavenger.config import OptimizerSection
+from scavenger.config import OptimizerSection, TrainerSection
 from scavenger.errors import ConfigError
 from trainer.algorithms.loss import Tokens, policy_loss, token_logprobs
 from trainer.algorithms.rows import Recipe
-from trainer.batching import Micro
-from trainer.collate import Batch, padded
+from trainer.attention import PACKED, borders_of
+from trainer.batching import Micro, Row
+from trainer.collate import Batch, packed, padded
+from trainer.logprobs import picked_logprobs
+from trainer.sharding import EXACT_BELOW, compute_dtype, reshard, shard
 
-#: Gradients of a deterministic run are multiples of this; sums stay exact below QUANTUM * 2^53.
-QUANTUM = 2.0**-40
-EXACT_BELOW = QUANTUM * 2.0**53
-#: Adding and subtracting 1.5 * 2^52 quanta rounds a float64 to the nearest quantum.
-_ROUNDER = 1.5 * 2.0**52 * QUANTUM
-#: The newer name first: torch 2.13 warns about the older one, 2.11 has only that.
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+DEFAULTS = TrainerSection()
 
 
 class RowStats(msgspec.Struct, frozen=True):
@@ -67,30 +62,14 @@ class RowStats(msgspec.Struct, frozen=True):
     truncated: float
 
 
-def quantise_(gradients: Tensor) -> None:
-    """Round to the nearest multiple of `QUANTUM`, in place. float64 only."""
-    gradients.add_(_ROUNDER).sub_(_ROUNDER)
-
-
-class ExactReduceScatter(ReduceScatter):
-    """Reduce-scatter of gradients that are rounded first, so that the sum over ranks is exact."""
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-        quantise_(input_tensor)
-        return _reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
-
-
-def load_model(folder: Path, dtype: torch.dtype) -> Any:
+def load_model(folder: Path, dtype: torch.dtype, attention: str = "sdpa") -> Any:
     """A causal LM from a Hugging Face folder, on the CPU. Raises `ConfigError`; runs no code that the folder brings."""
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model.path: {folder} holds no config.json", "give the folder of a Hugging Face model")
     disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True, use_safetensors=True, trust_remote_code=False
+            folder, dtype=dtype, attn_implementation=attention, local_files_only=True, use_safetensors=True, trust_remote_code=False
         )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model.path: {folder} cannot be loaded: {error}", "it must be a causal LM with safetensors weights") from error
@@ -98,31 +77,6 @@ def load_model(folder: Path, dtype: torch.dtype) -> Any:
     if dtype == torch.float64:
         wide_norms(model)
     return model
-
-
-def shard(model: Any, mesh: DeviceMesh, *, deterministic: bool) -> None:
-    """FSDP2: each decoder layer and the rest, fp32 (deterministic: float64) masters; gradients are summed over ranks, never divided."""
-    policy = MixedPrecisionPolicy()
-    if mesh.device_type == "cuda" and not deterministic:
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for layer in _layers(model):
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)
-            module.set_gradient_divide_factor(1.0)
-            if deterministic and mesh.size() > 1:
-                module.set_custom_reduce_scatter(ExactReduceScatter())
-            elif deterministic:
-                module.set_all_reduce_hook(quantise_)  # one rank reduces nothing; the hook still runs before accumulation
-
-
-def _layers(model: nn.Module) -> Iterator[nn.Module]:
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList):
-            yield from module
-            return
 
 
 class Learner:
@@ -137,36 +91,70 @@ class Learner:
         optimizer: OptimizerSection,
         temperature: float,
         deterministic: bool,
+        trainer: TrainerSection = DEFAULTS,
     ) -> None:
         self.dtype = torch.float64 if deterministic else torch.float32
         self.device = torch.device(mesh.device_type)
         self.deterministic = deterministic
+        self._packing = trainer.packing and not deterministic
+        self._compute = compute_dtype(trainer.compute_dtype, mesh.device_type, deterministic=deterministic)
+        self._recompute = trainer.activation_checkpointing
         self.model = self._load(folder, mesh)
         self._recipe = recipe
         self._settings = optimizer
         self._temperature = temperature
         self._reference = self._load(folder, mesh).requires_grad_(False) if recipe.needs_reference else None
+        if self._packing:
+            self._check_packing()
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=optimizer.lr, betas=optimizer.betas, weight_decay=optimizer.weight_decay
+            self.model.parameters(), lr=optimizer.lr, betas=optimizer.betas, weight_decay=optimizer.weight_decay, fused=not deterministic
         )
         for parameter in self.model.parameters():  # made now, so that a checkpoint can be loaded into them
             state = self.optimizer.state[parameter]
-            state["step"] = torch.tensor(0.0)
+            state["step"] = self._count(0)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
 
     def _load(self, folder: Path, mesh: DeviceMesh) -> Any:
-        model = load_model(folder, self.dtype).to(self.device)
-        shard(model, mesh, deterministic=self.deterministic)
+        model = load_model(folder, self.dtype, PACKED if self._packing else "sdpa").to(self.device)
+        shard(model, mesh, compute=self._compute, deterministic=self.deterministic, recompute=self._recompute)
         return model
+
+    @torch.no_grad()
+    def _check_packing(self) -> None:
+        """A sample must not see those that lie in the line before it. Raises `ConfigError` where the model lets it."""
+        ids = torch.arange(12, dtype=torch.int32) % min(8, self.model.config.vocab_size)
+        texts = [ids[start : start + 6].numpy().tobytes() for start in (0, 3, 6)]
+        rows = tuple(Row(-1, text[:8], text[8:], bytes(16), 0.0) for text in texts)
+        together = self._logprobs(self.model, self._batch(Micro(rows, 0)))
+        alone = torch.cat([self._logprobs(self.model, self._batch(Micro((row,), 0))) for row in rows])
+        reshard(self.model)
+        gap = float((together - alone).abs().max())
+        if gap > (0.25 if self._compute == torch.bfloat16 else 1e-3):
+            raise ConfigError(
+                f"{type(self.model).__name__}: packed samples see one another (logprobs differ by {gap:.2g})", "set trainer.packing = false"
+            )
+
+    def _count(self, steps: int) -> Tensor:
+        """Adam's count of steps; the fused form wants it beside the parameters."""
+        return torch.tensor(float(steps), device=None if self.deterministic else self.device)
+
+    def _batch(self, micro: Micro) -> Batch:
+        return (packed if self._packing else padded)(micro, self.dtype).to(self.device)
 
     def _logprobs(self, model: Any, batch: Batch) -> Tensor:
         """Of the answer tokens, flat: [N]."""
-        logits = model(input_ids=batch.inputs, use_cache=False).logits.flatten(0, 1)[batch.at]
-        return token_logprobs(logits if self.deterministic else logits.float(), batch.targets, self._temperature)
+        if batch.borders is not None:  # the head's logits of answer tokens alone
+            more = {"position_ids": batch.positions, "logits_to_keep": batch.at} | borders_of(batch.borders, batch.longest)
+            logits = model(input_ids=batch.inputs, use_cache=False, **more).logits[0]
+        else:
+            logits = model(input_ids=batch.inputs, use_cache=False).logits.flatten(0, 1)[batch.at]
+        if self.deterministic:
+            return token_logprobs(logits, batch.targets, self._temperature)
+        return picked_logprobs(logits, batch.targets, self._temperature)
 
     def train(self, micro: Micro) -> tuple[RowStats, ...]:
         """Forward and backward of one micro-batch; gradients add to those of the step. One entry a real row."""
-        batch = padded(micro, self.dtype).to(self.device)
+        batch = self._batch(micro)
         current = self._logprobs(self.model, batch)
         reference = None
         if self._reference is not None:
@@ -189,11 +177,9 @@ class Learner:
     @torch.no_grad()
     def proximal(self, micro: Micro) -> dict[int, bytes]:
         """Logprobs of the answers under the present weights: sample id -> packed float64."""
-        batch = padded(micro, self.dtype).to(self.device)
+        batch = self._batch(micro)
         logprobs = self._logprobs(self.model, batch).double().cpu()
-        for module in self.model.modules():  # without a backward pass the root would stay unsharded, and its parameters be others
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        reshard(self.model)
         answers = torch.split(logprobs, [len(row.answer) // 4 for row in micro.rows])
         return {row.sample_id: answer.numpy().tobytes() for row, answer in zip(micro.rows, answers, strict=True) if row.sample_id >= 0}
 
@@ -244,16 +230,22 @@ class Learner:
 
     def set_updates_taken(self, count: int) -> None:
         for state in self.optimizer.state.values():
-            state["step"] = torch.tensor(float(count))
+            state["step"] = self._count(count)
 
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def learning_rate(settings: OptimizerSection, step: int) -> float:
-    """Linear warm-up over `warmup_steps`, then constant. `step` counts from 1."""
-    return settings.lr * min(1.0, step / settings.warmup_steps) if settings.warmup_steps else settings.lr
+def learning_rate(settings: OptimizerSection, step: int, steps: int) -> float:
+    """Linear warm-up over `warmup_steps`, then the schedule, which ends at `lr * final_lr_share` in step `steps`. `step` counts from 1."""
+    if step <= settings.warmup_steps:
+        return settings.lr * step / settings.warmup_steps
+    if settings.schedule == "constant":
+        return settings.lr
+    done = (step - settings.warmup_steps) / max(1, steps - settings.warmup_steps)
+    left = 1.0 - done if settings.schedule == "linear" else (1.0 + math.cos(math.pi * done)) / 2.0
+    return settings.lr * (settings.final_lr_share + (1.0 - settings.final_lr_share) * left)
 
 
 def model_config_text(folder: Path) -> str:

@@ -22,7 +22,7 @@ from scavenger.config import RunConfig
 from scavenger.errors import WireError
 from scavenger.weights.manifest import Manifest
 from trainer.algorithms.rows import Counted, denominator
-from trainer.batching import Micro, Row, mini_batch_of, one_per_group, rounds, spread
+from trainer.batching import Micro, Row, balanced, mini_batch_of, one_per_group, rounds, spread
 from trainer.data import Problem
 from trainer.model import RowStats, learning_rate
 from trainer.ranks import Ranks
@@ -202,6 +202,8 @@ class Stepper:
     def _rounds(self, work: _Work, groups: Sequence[Sequence[Row]]) -> tuple[tuple[Micro, ...], ...]:
         if self._config.run.deterministic:
             return rounds(one_per_group(groups, width=work.width), self._ranks.size)
+        if self._config.trainer.packing:
+            return balanced(groups, budget=self._config.trainer.micro_batch_tokens, ranks=self._ranks.size)
         return rounds(spread(groups, budget=self._config.trainer.micro_batch_tokens, ranks=self._ranks.size), self._ranks.size)
 
     def _train(self, work: _Work, groups: Sequence[Sequence[Row]]) -> None:
@@ -246,7 +248,7 @@ class Stepper:
         if self._barrier:
             self._settle(work)
         informative = {work.mini_batch[group.prompt_index] for group in work.scored.values() if group.rows}
-        rate = learning_rate(self._config.optimizer, work.step)
+        rate = learning_rate(self._config.optimizer, work.step, self._config.run.steps)
         for mini_batch in range(self._config.algorithm.updates_per_step):
             before = time.monotonic()
             self._train(work, work.stash.get(mini_batch, []))

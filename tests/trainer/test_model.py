@@ -16,7 +16,8 @@ from tests.trainer.rows import make_group
 from trainer import checkpoint, publish
 from trainer.algorithms.rows import resolve
 from trainer.batching import Micro, filler, one_per_group, pack
-from trainer.model import Learner, learning_rate, load_model, quantise_
+from trainer.model import Learner, learning_rate, load_model
+from trainer.sharding import quantise_
 
 F64 = torch.float64
 
@@ -174,9 +175,19 @@ def test_only_the_newest_checkpoints_are_kept(model_folder: Path, mesh: DeviceMe
         checkpoint.read_state(tmp_path)
 
 
-def test_the_learning_rate_warms_up_and_stays() -> None:
-    settings = OptimizerSection(lr=1.0, warmup_steps=4)
-    assert [learning_rate(settings, step) for step in (1, 2, 4, 9)] == [0.25, 0.5, 1.0, 1.0]
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [("constant", [0.25, 1.0, 1.0, 1.0]), ("linear", [0.25, 1.0, 0.55, 0.1]), ("cosine", [0.25, 1.0, 0.55, 0.1])],
+)
+def test_the_learning_rate_warms_up_and_follows_its_schedule(schedule: Any, expected: list[float]) -> None:
+    settings = OptimizerSection(lr=1.0, warmup_steps=4, schedule=schedule, final_lr_share=0.1)
+    assert [learning_rate(settings, step, 12) for step in (1, 4, 8, 12)] == pytest.approx(expected)
+
+
+def test_a_cosine_is_slow_at_both_ends() -> None:
+    settings = OptimizerSection(lr=1.0, schedule="cosine")
+    assert learning_rate(settings, 1, 10) > 0.97
+    assert learning_rate(settings, 9, 10) < 0.03
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
