@@ -192,6 +192,8 @@ class AlgorithmSection(Section):
     importance_floor: Annotated[float, Field(ge=0)] = 0.0  # of the mask
     on_length: Literal["reward", "mask", "overlong-shape"] = "reward"  # answers that sampling.max_tokens ended
     overlong_buffer_tokens: NonNegative = 0
+    dynamic_sampling: bool | None = None  # prompts whose answers compare nothing are replaced; none = the algorithm's own
+    dynamic_limit: Annotated[float, Field(ge=1)] = 4.0  # groups of a step at most, as a multiple of data.prompts_per_step
     updates_per_step: Positive = 1
 
     @model_validator(mode="after")

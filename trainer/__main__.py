@@ -102,7 +102,7 @@ def restore(config: RunConfig, ranks: Ranks, resume: str) -> Start:
         )
     ranks.load(path, state.updates_taken)
     print(f"resumed from {path}, after step {state.step}", flush=True)
-    return Start(state.step, state.root, path)
+    return Start(state.step, state.root, path, state.cursor)
 
 
 def set_aside(config: RunConfig, start: Start, attempt: int) -> None:

@@ -128,6 +128,12 @@ def mini_batch_of(seed: int, step: int, prompts: Sequence[int], updates: int) ->
     return {prompt: place * updates // len(ordered) for place, prompt in enumerate(ordered)}
 
 
+def mini_batch_alone(seed: int, step: int, prompt: int, updates: int) -> int:
+    """The same where a step's prompts are not known at its start: fixed by (seed, step, prompt), even only on average."""
+    digest = hashlib.blake2b(f"mini-batch/{seed}/{step}/{prompt}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % updates
+
+
 def shuffled(items: Sequence[int], name: str) -> list[int]:
     """A permutation that depends on `name` and the items alone, on every machine and Python version."""
     return sorted(items, key=lambda item: (hashlib.blake2b(f"{name}/{item}".encode(), digest_size=16).digest(), item))

@@ -1,7 +1,7 @@
 """Which problems a step trains on. Deterministic by seed and position, so a resumed run needs nothing but its step.
 
 Owns order and tokenisation; knows no reward, model or socket. Position p of the training stream is the same problem in every
-life of a run; step s takes positions [(s - 1) * n, s * n).
+life of a run. A step takes the next n positions, or more where it replaces some; how many were taken is all that a resume needs.
 """
 
 from __future__ import annotations
@@ -116,8 +116,11 @@ class Problems:
 
     def of_step(self, step: int) -> list[Problem]:
         """The problems of step `step` (counted from 1)."""
-        start = (step - 1) * self._per_step
-        return [self._problem(position, *self._stream.train(position)) for position in range(start, start + self._per_step)]
+        return self.take((step - 1) * self._per_step, self._per_step)
+
+    def take(self, position: int, count: int) -> list[Problem]:
+        """`count` problems of the training stream from `position` on."""
+        return [self._problem(place, *self._stream.train(place)) for place in range(position, position + count)]
 
     def held_out(self) -> list[Problem]:
         return [self._problem(index, *self._stream.held_out(index)) for index in range(self._eval_count)]

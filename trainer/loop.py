@@ -40,12 +40,13 @@ class Source(Protocol):
 class Start:
     """Where this attempt starts: after `step` steps; `root` (hex) is what its weights must hash to ("" = unknown).
 
-    `path`: the checkpoint that was loaded, None for none.
+    `path`: the checkpoint that was loaded, None for none. `cursor`: training problems taken so far.
     """
 
     step: int = 0
     root: str = ""
     path: Path | None = None
+    cursor: int = 0
 
 
 class Loop:
@@ -77,6 +78,7 @@ class Loop:
         self._stepper = Stepper(config, run, ranks, scoring, sampling)
         self._held_out: list[Problem] = problems.held_out()
         self._root = b""
+        self._cursor = start.cursor
 
     def run(self) -> None:
         """Train to the last step. Raises what stops it; the caller closes the run."""
@@ -88,7 +90,7 @@ class Loop:
         if self._start.step == 0:
             self._evaluate(0, version)
         for step in range(self._start.step + 1, steps + 1):
-            result = self._stepper.step(step, version, self._problems.of_step(step))
+            result = self._stepper.step(step, version, self._take(self._config.data.prompts_per_step), self._take)
             published, seconds = self._timed_publish(step)
             self._crash_for_test(step)
             metrics = result.metrics | {"seconds_publish": seconds}
@@ -99,6 +101,12 @@ class Loop:
                 self._evaluate(step, version)
             if step % self._config.checkpoint.every == 0 or step == steps:
                 self._checkpoint(step, version)
+
+    def _take(self, count: int) -> list[Problem]:
+        """The next problems of the data."""
+        taken = self._problems.take(self._cursor, count)
+        self._cursor += count
+        return taken
 
     # ---------------------------------------------------------------- weights
 
@@ -118,7 +126,7 @@ class Loop:
         out_dir = config.run.out_dir
         self._ranks.save(checkpoint.prepare(out_dir, step))
         state = checkpoint.State(
-            step, version, self._root.hex(), step * config.data.prompts_per_step, config.run.seed,
+            step, version, self._root.hex(), self._cursor, config.run.seed,
             self._ranks.updates_taken, "float64" if config.run.deterministic else "float32", self._run.attempt,
         )  # fmt: skip
         path = checkpoint.complete(out_dir, state)

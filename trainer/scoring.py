@@ -152,14 +152,15 @@ class Scoring:
 
     def _scored(self, judged: Judged, found: Advantages, usable: torch.Tensor) -> ScoredGroup:
         group, recipe = judged.group, self.recipe
-        trained = found.informative or (recipe.kl_coef > 0 and bool(usable.any()))
+        trained = found.informative or (recipe.kl_coef > 0 and bool(usable.any()) and not recipe.dynamic)
         outcomes, rows, counted = [], [], Counted()
         for (sample, reward, why), advantage in zip(judged.samples, found.values.tolist(), strict=True):
             if why:
                 outcomes.append(wire.SampleOutcome(sample.sample_id, "masked", math.nan, 0.0, wire.words(why)))
                 continue
             cut = recipe.on_length == "mask" and sample.finish == "length"
-            if recipe.row.masked_count or not cut:
+            replaced = recipe.dynamic and not found.informative
+            if (recipe.row.masked_count or not cut) and not replaced:
                 counted += Counted(1, len(sample.tokens) // 4)
             if cut:
                 outcomes.append(wire.SampleOutcome(sample.sample_id, "masked", reward, 0.0, ENDED_BY_LENGTH, self.version))

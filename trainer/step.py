@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -22,7 +22,7 @@ from scavenger.config import RunConfig
 from scavenger.errors import WireError
 from scavenger.weights.manifest import Manifest
 from trainer.algorithms.rows import Counted, denominator
-from trainer.batching import Micro, Row, balanced, mini_batch_of, one_per_group, rounds, spread
+from trainer.batching import Micro, Row, balanced, mini_batch_alone, mini_batch_of, one_per_group, rounds, spread
 from trainer.data import Problem
 from trainer.model import RowStats, learning_rate
 from trainer.ranks import Ranks
@@ -70,14 +70,24 @@ class StepResult:
     phase_log: tuple[str, ...]
 
 
+#: n -> the n problems that follow in the data.
+More = Callable[[int], Sequence[Problem]]
+
+
+def _no_more(count: int) -> Sequence[Problem]:
+    raise ValueError("this step has no data to replace prompts from")
+
+
 @dataclass(slots=True)
 class _Work:
     """One step under way. `stash`: rows of later mini-batches, by mini-batch and group, with their proximal logprobs."""
 
     step: int
+    version: int
+    more: More
     width: int
     mini_batch: dict[int, int]
-    submitted: frozenset[int]
+    submitted: set[int]
     scored: dict[int, ScoredGroup] = field(default_factory=dict)
     judged: list[Judged] = field(default_factory=list)
     ready: list[ScoredGroup] = field(default_factory=list)
@@ -103,10 +113,13 @@ class Stepper:
         self._barrier = scoring.recipe.row.streaming == "barrier"
         self.reserved_awake = False
 
-    def step(self, step: int, version: int, problems: Sequence[Problem]) -> StepResult:
-        """Generate with `version`, train, take the optimizer step. The commit is the caller's."""
+    def step(self, step: int, version: int, problems: Sequence[Problem], more: More = _no_more) -> StepResult:
+        """Generate with `version`, train, take the optimizer step. The commit is the caller's.
+
+        `more(n)`: the n problems that follow in the data, for those that are replaced.
+        """
         started = time.monotonic()
-        work = self._submit(step, version, problems)
+        work = self._submit(step, version, problems, more)
         fleet = self._run.fleet
         machine, actions = phases.begin(
             self._plan(problems), harvested=fleet.harvested, reserved_awake=self.reserved_awake, now=time.monotonic(),
@@ -138,16 +151,35 @@ class Stepper:
             round_groups=self._ranks.size,
         )
 
-    def _submit(self, step: int, version: int, problems: Sequence[Problem]) -> _Work:
+    def _submit(self, step: int, version: int, problems: Sequence[Problem], more: More) -> _Work:
+        config = self._config
+        work = _Work(step, version, more, width=config.model.context_length, mini_batch={}, submitted=set())
+        if not self._scoring.recipe.dynamic:
+            work.width = max(len(problem.tokens) for problem in problems) + self._sampling.max_tokens
+            work.mini_batch = mini_batch_of(config.run.seed, step, [one.index for one in problems], config.algorithm.updates_per_step)
+        self._ask(work, problems)
+        return work
+
+    def _ask(self, work: _Work, problems: Sequence[Problem]) -> None:
         config = self._config
         groups = specs(problems, n=config.data.samples_per_prompt, sampling=self._sampling)
-        submitted = self._run.submit(step, version, groups)
-        return _Work(
-            step,
-            width=max(len(problem.tokens) for problem in problems) + self._sampling.max_tokens,
-            mini_batch=mini_batch_of(config.run.seed, step, [problem.index for problem in problems], config.algorithm.updates_per_step),
-            submitted=frozenset(submitted),
-        )
+        work.submitted |= set(self._run.submit(work.step, work.version, groups))
+        for problem in problems:
+            alone = mini_batch_alone(config.run.seed, work.step, problem.index, config.algorithm.updates_per_step)
+            work.mini_batch.setdefault(problem.index, alone)
+
+    def _replace(self, work: _Work, scored: ScoredGroup) -> list[phases.Event]:
+        """Dynamic sampling (DAPO, arXiv 2503.14476, eq. 11): a group that compares nothing is replaced by the data's next prompt.
+
+        So the step takes the shortest stretch of the data that holds as many informative groups as it wants. Which groups are trained
+        follows from the data's order alone: taking the first that complete would favour short answers. None is surplus.
+        """
+        config = self._config
+        most = int(self._scoring.recipe.dynamic_limit * config.data.prompts_per_step)
+        if not self._scoring.recipe.dynamic or scored.informative or len(work.submitted) >= most:
+            return []
+        self._ask(work, work.more(1))
+        return [phases.GroupsAdded(1, config.data.samples_per_prompt)]
 
     def _perform(self, work: _Work, machine: phases.Step, actions: Sequence[phases.Action]) -> deque[phases.Event]:
         events: deque[phases.Event] = deque()
@@ -182,7 +214,10 @@ class Stepper:
             if group.group_id not in work.submitted:
                 raise WireError(f"group {group.group_id} of step {group.step} came while step {work.step} was under way")
             work.moves += sum(sample.moves for sample in group.samples)
-            events.append(phases.GroupsCompleted(1, len(group.samples), 0 if self._arrive(work, group) else 1))
+            trained = self._arrive(work, group)
+            if group.group_id in work.scored:
+                events += self._replace(work, work.scored[group.group_id])
+            events.append(phases.GroupsCompleted(1, len(group.samples), 0 if trained else 1))
         work.seconds.reward += time.monotonic() - after
         return events or [phases.Tick()]
 
@@ -266,6 +301,7 @@ class Stepper:
             "updates": float(len(work.grad_norms)),
             "grad_norm": max(work.grad_norms, default=0.0),
             "moves": float(work.moves),
+            "groups_asked": float(len(work.submitted)),
             "micro_steps": float(work.micro_steps),
             "seconds": time.monotonic() - started,
             "seconds_seed": work.seconds.seed,

@@ -28,10 +28,10 @@ from trainer.step import Stepper, StepResult
 
 MAX_TOKENS, LR, CAP = 8, 40.0, 1.05
 #: (name, further settings of the row). Masks, KL and shapes are in, so that each denominator is put to the test.
-CASES: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in ROWS] + [
+CASES: list[tuple[str, dict[str, Any]]] = [(name, {"dynamic_sampling": False} if ROWS[name].dynamic else {}) for name in ROWS] + [
     ("grpo", {"on_length": "mask", "kl_coef": 0.1}),
-    ("dapo", {"on_length": "mask", "importance": "mask", "importance_cap": CAP, "importance_floor": 0.02}),
-    ("dapo", {"on_length": "overlong-shape", "overlong_buffer_tokens": 4}),
+    ("dapo", {"dynamic_sampling": False, "on_length": "mask", "importance": "mask", "importance_cap": CAP, "importance_floor": 0.02}),
+    ("dapo", {"dynamic_sampling": False, "on_length": "overlong-shape", "overlong_buffer_tokens": 4}),
     ("cispo", {"kl_coef": 0.2, "kl_estimator": "k2"}),
 ]
 
@@ -64,7 +64,11 @@ class Reward:
 
 def play(folder: Path, seed: int, size: int, settings: dict[str, Any]) -> tuple[ToyRanks, Recorded, StepResult, RunConfig]:
     config = make_config(
-        folder, run={"deterministic": False}, algorithm=settings, optimizer={"lr": LR}, trainer={"micro_batch_tokens": 40 + 10 * (seed % 3)}
+        folder,
+        run={"deterministic": False},
+        algorithm=settings,
+        optimizer={"lr": LR},
+        trainer={"micro_batch_tokens": 40 + 10 * (seed % 3), "packing": seed % 2 == 0},
     )
     tokenizer = open_tokenizer(folder)
     problems = Problems(config, tokenizer).of_step(1)

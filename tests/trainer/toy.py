@@ -13,7 +13,7 @@ from torch import Tensor
 from trainer.algorithms.loss import Tokens, policy_loss, token_logprobs
 from trainer.algorithms.rows import Recipe
 from trainer.batching import Micro
-from trainer.collate import Batch, padded
+from trainer.collate import Batch, packed, padded
 from trainer.model import RowStats
 
 VOCABULARY = 16
@@ -21,6 +21,10 @@ VOCABULARY = 16
 
 def table(seed: int) -> Tensor:
     return torch.randn(VOCABULARY, VOCABULARY, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def laid_out(micro: Micro) -> Batch:
+    return (padded if micro.width else packed)(micro, torch.float64)
 
 
 class ToyRanks:
@@ -41,7 +45,7 @@ class ToyRanks:
         assert len(one_round) == self.size
         found = []
         for rank, micro in enumerate(one_round):
-            batch, weights = padded(micro, torch.float64), self.weights.clone().requires_grad_()
+            batch, weights = laid_out(micro), self.weights.clone().requires_grad_()
             current = self._logprobs(weights, batch)
             proximal = current.detach() if batch.proximal is None else batch.proximal
             reference = self._logprobs(self.reference, batch)
@@ -59,7 +63,7 @@ class ToyRanks:
     def proximal(self, one_round: Sequence[Micro]) -> dict[int, bytes]:
         found = {}
         for micro in one_round:
-            batch = padded(micro, torch.float64)
+            batch = laid_out(micro)
             answers = self._logprobs(self.weights, batch).split([len(row.answer) // 4 for row in micro.rows])
             found |= {row.sample_id: one.numpy().tobytes() for row, one in zip(micro.rows, answers, strict=True) if row.sample_id >= 0}
         return found

@@ -8,8 +8,9 @@ Aggregation. With l_it the loss of token t of sample i, |o_i| its tokens, N the 
     sequence  1/N sum_i 1/|o_i| sum_t l_it
     constant  1/(N * C) sum_i sum_t l_it, with C = sampling.max_tokens or 1
 
-A sample of a group whose rewards are all equal has no gradient and counts; one without a reward does not. `masked_count` says whether
-tokens that a mask takes out (of the mismatch, or of answers ended by length) count in |o_i|, N and the sum of tokens.
+A sample of a group whose rewards are all equal has no gradient and counts, unless the group was replaced (`dynamic`); one without a
+reward does not. `masked_count` says whether tokens that a mask takes out (of the mismatch, or of answers ended by length) count in
+|o_i|, N and the sum of tokens.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class Row:
     scales: bool | None = True
     constant: int = 0
     default_kl: str = "k3"
+    dynamic: bool = False
 
 
 _grpo, _rloo = each(advantages.grpo), each(advantages.leave_one_out)
@@ -57,7 +59,7 @@ ROWS: dict[str, Row] = {
         # name, paper, aggregation, masked_count, scope, streaming, advantages, surrogate, clip_low, clip_high
         Row("grpo", "arXiv 2402.03300, eq. 3", "sequence", True, "group", "exact", _grpo, _ppo, 0.2, 0.2),
         Row("dr_grpo", "arXiv 2503.20783, eq. 3", "constant", True, "group", "exact", _grpo, _ppo, 0.2, 0.2, scales=False),
-        Row("dapo", "arXiv 2503.14476, eq. 8-13", "token", False, "group", "exact", _grpo, _ppo, 0.2, 0.28),
+        Row("dapo", "arXiv 2503.14476, eq. 8-13", "token", False, "group", "exact", _grpo, _ppo, 0.2, 0.28, dynamic=True),
         Row("rloo", "arXiv 2402.14740, eq. 6", "constant", True, "group", "exact", _rloo, _ppo, 0.2, 0.2, scales=None, constant=1),
         Row("reinforce++", "arXiv 2501.03262, eq. 8", "token", True, "batch", "barrier", _batch, _ppo, 0.2, 0.2, default_kl="k2"),
         Row("reinforce++-baseline", "arXiv 2501.03262", "token", True, "batch", "barrier", _baseline, _ppo, 0.2, 0.2, default_kl="k2"),
@@ -87,6 +89,8 @@ class Recipe:
     on_length: str
     overlong_buffer_tokens: int
     max_tokens: int
+    dynamic: bool
+    dynamic_limit: float
 
     @property
     def needs_reference(self) -> bool:
@@ -117,12 +121,18 @@ def resolve(section: AlgorithmSection, max_tokens: int) -> Recipe:
         on_length=section.on_length,
         overlong_buffer_tokens=section.overlong_buffer_tokens,
         max_tokens=max_tokens,
+        dynamic=row.dynamic if section.dynamic_sampling is None else section.dynamic_sampling,
+        dynamic_limit=section.dynamic_limit,
     )
 
 
 def _admit(section: AlgorithmSection, row: Row, max_tokens: int) -> None:
     if section.scale_by_std and row.scales is None:
         raise ConfigError(f"algorithm.scale_by_std = true: {row.name} does not divide by a deviation", "leave scale_by_std out")
+    if section.dynamic_sampling and row.scope == "batch":
+        raise ConfigError(
+            f"algorithm.dynamic_sampling = true: in {row.name} a group of equal rewards says something too", "leave dynamic_sampling out"
+        )
     if row.surrogate is surrogates.gspo and section.aggregation not in ("", "sequence"):
         raise ConfigError(
             f'algorithm.aggregation = "{section.aggregation}": the ratio of {row.name} is the sequence\'s', "leave aggregation out"
