@@ -128,18 +128,24 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-    """`task` is "sort" (built in, makes its own problems) or "jsonl" (`path`, one object a line with `prompt` and `answer`)."""
+    """`task` is "sort" (built in, makes its own problems), or how the files at `path` are written: "jsonl" or "parquet"."""
 
-    task: Literal["sort", "jsonl"] = "sort"
-    path: Path | None = None
+    task: Literal["sort", "jsonl", "parquet"] = "sort"
+    path: Path | None = None  # a file, or a folder of them
+    prompt_field: Annotated[str, Field(min_length=1)] = "prompt"  # text, or a list of {role, content}
+    answer_field: Annotated[str, Field(min_length=1)] = "answer"
+    chat: bool = False  # render prompts with the model's chat template
+    system: str = ""  # the system turn; without chat, text before every prompt
+    chat_options: dict[str, bool | int | float | str] = {}  # further variables of the template
+    on_overlong: Literal["stop", "drop"] = "stop"  # prompts that leave no room for an answer
     prompts_per_step: Positive = 32
     samples_per_prompt: Annotated[int, Field(ge=2)] = 8
     seed: NonNegative = 0
 
     @model_validator(mode="after")
     def _path(self) -> DataSection:
-        if self.task == "jsonl" and self.path is None:
-            raise ValueError('task = "jsonl" needs data.path')
+        if self.task != "sort" and self.path is None:
+            raise ValueError(f'task = "{self.task}" needs data.path')
         return self
 
 
@@ -170,6 +176,7 @@ class EngineSection(Section):
 class RewardSection(Section):
     function: str = "trainer.tasks.sort:reward"  # "module:function"
     version: Annotated[str, Field(max_length=256)] = ""  # recorded with each reward; empty = the name and a hash of the module's file
+    options: dict[str, bool | int | float | str] = {}  # keyword arguments of the function
     timeout_s: Seconds = 10.0
     retries: NonNegative = 2
     on_reward_error: Literal["stop", "mask"] = "stop"
@@ -231,6 +238,7 @@ class CheckpointSection(Section):
 class EvalSection(Section):
     every: NonNegative = 0  # steps; 0 = before the first and after the last only
     problems: NonNegative = 0
+    path: Path | None = None  # held-out problems, written like those of data.path; none = taken out of data.path
 
 
 class WeightsSection(Section):
@@ -319,5 +327,6 @@ def read_run(path: Path) -> RunConfig:
         | ({"key": base / config.run.key} if config.run.key else {})
     )
     data = config.data.model_copy(update={"path": base / config.data.path} if config.data.path else {})
+    held_out = config.eval.model_copy(update={"path": base / config.eval.path} if config.eval.path else {})
     model = config.model.model_copy(update={"path": base / config.model.path})
-    return config.model_copy(update={"run": run, "data": data, "model": model})
+    return config.model_copy(update={"run": run, "data": data, "eval": held_out, "model": model})

@@ -114,7 +114,7 @@ def set_aside(config: RunConfig, start: Start, attempt: int) -> None:
 def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> None:
     """Rank 0: set everything up, run the loop, close the run as what it became."""
     tokenizer = open_tokenizer(config.model.path)
-    problems = Problems(config, tokenizer)
+    problems = Problems(config, tokenizer, print)
     spec, how, crash_at = engine_spec(config), sampling(config), crash_step(os.environ.get(CRASH_VARIABLE, ""))
     with ExitStack() as stack:
         reward = config.reward
@@ -138,7 +138,9 @@ def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> None:
 
 
 def _runner(reward: RewardSection) -> RewardRunner:
-    return RewardRunner(reward.function, timeout_s=reward.timeout_s, retries=reward.retries, version=reward.version)
+    return RewardRunner(
+        reward.function, timeout_s=reward.timeout_s, retries=reward.retries, version=reward.version, options=reward.options
+    )
 
 
 Begun = tuple[Start, Run, Source]
