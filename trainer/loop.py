@@ -8,7 +8,6 @@ and delivers what was already generated. The checkpoint comes last because a res
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import time
@@ -22,6 +21,7 @@ from scavenger.errors import WeightsError
 from scavenger.weights.manifest import Manifest
 from trainer import checkpoint
 from trainer.data import Problem, Problems
+from trainer.evaluation import Judgement, summarise
 from trainer.monitor import Monitor
 from trainer.ranks import Ranks
 from trainer.scoring import Scoring, specs
@@ -137,32 +137,28 @@ class Loop:
     # ---------------------------------------------------------------- evaluation
 
     def _evaluate(self, step: int, version: int) -> None:
-        """Held-out problems through the same engines: one answer at temperature 1, one greedy."""
+        """Held-out problems through the same engines: `eval.samples` answers at temperature 1, and one greedy."""
         problems = self._held_out
         if not problems:
             return
         self._stepper.set_reserved(True)
-        sampling = self._sampling
-        modes = {
-            "sampled": wire.Sampling(sampling.max_tokens, 1.0, 1.0, 0, sampling.stop_token_ids),
-            "greedy": wire.Sampling(sampling.max_tokens, 0.0, 1.0, 0, sampling.stop_token_ids),
-        }
+        sampling, judge = self._sampling, self._scoring.version
         groups = []
-        for place, (mode, how) in enumerate(modes.items()):
-            groups += specs(problems, n=1, sampling=how, offset=place * len(problems), mark={"mode": mode})
+        for place, (mode, n, temperature) in enumerate((("sampled", self._config.eval.samples, 1.0), ("greedy", 1, 0.0))):
+            how = wire.Sampling(sampling.max_tokens, temperature, 1.0, 0, sampling.stop_token_ids)
+            groups += specs(problems, n=n, sampling=how, offset=place * len(problems), mark={"mode": mode})
         waiting = set(self._run.submit(step, version, groups, "eval"))
-        rewards: dict[str, list[float]] = {mode: [] for mode in modes}
+        found: dict[int, list[Judgement]] = {}
         outcomes: list[wire.SampleOutcome] = []
         while waiting:
             for group in self._run.poll(POLL_S):
                 waiting.remove(group.group_id)
-                mode = "sampled" if group.prompt_index < len(problems) else "greedy"
-                for sample, reward, why in self._scoring.rewards(group):
-                    kind, judge = ("masked", "") if why else ("evaluated", self._scoring.version)
-                    outcomes.append(wire.SampleOutcome(sample.sample_id, kind, reward, 0.0, wire.words(why), judge))
-                    if not why:
-                        rewards[mode].append(reward)
-        metrics = {f"eval_{mode}": math.fsum(found) / len(found) if found else 0.0 for mode, found in rewards.items()}
+                judged = self._scoring.rewards(group)
+                found[group.prompt_index] = [Judgement(r, len(s.tokens) // 4, s.finish == "length") for s, r, why in judged if not why]
+                for sample, reward, why in judged:
+                    kind, by = ("masked", "") if why else ("evaluated", judge)
+                    outcomes.append(wire.SampleOutcome(sample.sample_id, kind, reward, 0.0, wire.words(why), by))
+        metrics = summarise([found[i] for i in range(len(problems))], [found[i + len(problems)] for i in range(len(problems))])
         self._run.commit(step, version, outcomes, metrics, "eval")
         self._monitor.evaluation(step, self._run.attempt, metrics)
 
