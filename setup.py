@@ -31,12 +31,13 @@ BASE = [
     "typer>=0.12",
     "xxhash>=3.4",
 ]
-PARQUET, MATH = ["pyarrow>=15"], ["math-verify>=0.8"]
+PARQUET, MATH, LORA = ["pyarrow>=15"], ["math-verify>=0.8"], ["peft>=0.15"]
 TRAINER = ["torch>=2.6", "transformers>=4.51", "mpi4py>=4.0", "safetensors>=0.4.3"]
 EXTRAS = {
     "trainer": TRAINER,
     "parquet": PARQUET,
     "math": MATH,
+    "lora": LORA,
     "vllm": ["vllm"],
     "postgres": ["psycopg[binary]>=3.1"],
     "pyslurm": ["pyslurm"],
@@ -46,6 +47,7 @@ EXTRAS = {
         *TRAINER,
         *PARQUET,
         *MATH,
+        *LORA,
         "psycopg[binary]>=3.1",  # the ledger's tests run on PostgreSQL too where it is installed
         "hypothesis>=6.100",
         "mypy>=1.11",

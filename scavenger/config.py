@@ -212,6 +212,14 @@ class AlgorithmSection(Section):
         return self
 
 
+class LoraSection(Section):
+    """Low-rank adapters instead of all weights; `rank` 0 = off."""
+
+    rank: NonNegative = 0
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
 class OptimizerSection(Section):
     lr: Annotated[float, Field(gt=0)] = 1e-4
     warmup_steps: NonNegative = 0
@@ -264,6 +272,7 @@ class RunConfig(Section):
     engine: EngineSection = EngineSection()
     reward: RewardSection = RewardSection()
     algorithm: AlgorithmSection = AlgorithmSection()
+    lora: LoraSection = LoraSection()
     optimizer: OptimizerSection = OptimizerSection()
     reserved: ReservedSection = ReservedSection()
     checkpoint: CheckpointSection = CheckpointSection()

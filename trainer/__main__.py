@@ -85,6 +85,7 @@ def make_learner(config: RunConfig, comm: Comm) -> Learner:
         temperature=config.sampling.temperature,
         deterministic=config.run.deterministic,
         trainer=config.trainer,
+        lora=config.lora,
     )
 
 

@@ -35,8 +35,9 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from rollout.engines.norms import wide_norms
-from scavenger.config import OptimizerSection, TrainerSection
+from scavenger.config import LoraSection, OptimizerSection, TrainerSection
 from scavenger.errors import ConfigError
+from trainer import adapters
 from trainer.algorithms.loss import Tokens, policy_loss, token_logprobs
 from trainer.algorithms.rows import Recipe
 from trainer.attention import PACKED, borders_of
@@ -46,6 +47,7 @@ from trainer.logprobs import picked_logprobs
 from trainer.sharding import EXACT_BELOW, compute_dtype, reshard, shard
 
 DEFAULTS = TrainerSection()
+ALL_WEIGHTS = LoraSection()
 
 
 class RowStats(msgspec.Struct, frozen=True):
@@ -92,6 +94,7 @@ class Learner:
         temperature: float,
         deterministic: bool,
         trainer: TrainerSection = DEFAULTS,
+        lora: LoraSection = ALL_WEIGHTS,
     ) -> None:
         self.dtype = torch.float64 if deterministic else torch.float32
         self.device = torch.device(mesh.device_type)
@@ -99,23 +102,27 @@ class Learner:
         self._packing = trainer.packing and not deterministic
         self._compute = compute_dtype(trainer.compute_dtype, mesh.device_type, deterministic=deterministic)
         self._recompute = trainer.activation_checkpointing
+        self._lora = lora
         self.model = self._load(folder, mesh)
         self._recipe = recipe
         self._settings = optimizer
         self._temperature = temperature
-        self._reference = self._load(folder, mesh).requires_grad_(False) if recipe.needs_reference else None
+        alone = recipe.needs_reference and not self._lora.rank
+        self._reference = self._load(folder, mesh).requires_grad_(False) if alone else None
         if self._packing:
             self._check_packing()
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=optimizer.lr, betas=optimizer.betas, weight_decay=optimizer.weight_decay, fused=not deterministic
+            self.trained().values(), lr=optimizer.lr, betas=optimizer.betas, weight_decay=optimizer.weight_decay, fused=not deterministic
         )
-        for parameter in self.model.parameters():  # made now, so that a checkpoint can be loaded into them
+        for parameter in self.trained().values():  # made now, so that a checkpoint can be loaded into them
             state = self.optimizer.state[parameter]
             state["step"] = self._count(0)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
 
     def _load(self, folder: Path, mesh: DeviceMesh) -> Any:
-        model = load_model(folder, self.dtype, PACKED if self._packing else "sdpa").to(self.device)
+        model = load_model(folder, self.dtype, PACKED if self._packing else "sdpa")
+        if self._lora.rank:
+            adapters.inject(model, self._lora)
         shard(model, mesh, compute=self._compute, deterministic=self.deterministic, recompute=self._recompute)
         return model
 
@@ -155,11 +162,8 @@ class Learner:
     def train(self, micro: Micro) -> tuple[RowStats, ...]:
         """Forward and backward of one micro-batch; gradients add to those of the step. One entry a real row."""
         batch = self._batch(micro)
+        reference = self._reference_logprobs(batch) if self._recipe.needs_reference else None
         current = self._logprobs(self.model, batch)
-        reference = None
-        if self._reference is not None:
-            with torch.no_grad():
-                reference = self._logprobs(self._reference, batch)
         proximal = current.detach() if batch.proximal is None else batch.proximal
         tokens = Tokens(current, proximal, batch.behaviour, batch.row, batch.advantages, reference)
         terms = policy_loss(tokens, self._recipe)
@@ -173,6 +177,16 @@ class Learner:
             for row, values in zip(micro.rows, table, strict=True)
             if row.sample_id >= 0
         )
+
+    @torch.no_grad()
+    def _reference_logprobs(self, batch: Batch) -> Tensor:
+        """Under the starting model: one of its own, or this one without its adapters."""
+        if self._reference is not None:
+            return self._logprobs(self._reference, batch)
+        with adapters.switched_off(self.model):
+            found = self._logprobs(self.model, batch)
+        reshard(self.model)
+        return found
 
     @torch.no_grad()
     def proximal(self, micro: Micro) -> dict[int, bytes]:
@@ -195,7 +209,7 @@ class Learner:
                 raise ArithmeticError(f"a gradient sum of {largest:g} is beyond the exact range of a deterministic run")
         for gradient in gradients:
             gradient.div_(denominator)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._settings.clip_norm)
+        norm = torch.nn.utils.clip_grad_norm_(list(self.trained().values()), self._settings.clip_norm)
         value = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         if value != value or value == float("inf"):
             raise ArithmeticError(f"the gradient's norm is {value}: the step was not taken")
@@ -209,14 +223,16 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter gathered whole, in the order of names, tied ones once. All ranks must exhaust it."""
-        for name, parameter in sorted(self.model.named_parameters()):
-            yield name, (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
+        """Every parameter gathered whole, in the order of names, tied ones once, adapters merged. All ranks must exhaust it."""
+        return adapters.merged(self.model)
+
+    def trained(self) -> dict[str, torch.nn.Parameter]:
+        return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
 
     def state(self) -> dict[str, Tensor]:
         """The sharded tensors that a checkpoint holds, by name; loading writes into them."""
         tensors: dict[str, Tensor] = {}
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.trained().items():
             state = self.optimizer.state[parameter]
             tensors[f"model.{name}"] = parameter.detach()
             tensors[f"exp_avg.{name}"] = state["exp_avg"]
