@@ -32,9 +32,13 @@ BASE = [
     "xxhash>=3.4",
     "zstandard>=0.22",
 ]
+PARQUET, MATH, LORA = ["pyarrow>=15"], ["math-verify>=0.8"], ["peft>=0.15"]
 TRAINER = ["torch>=2.6", "transformers>=4.51", "mpi4py>=4.0", "safetensors>=0.4.3"]
 EXTRAS = {
     "trainer": TRAINER,
+    "parquet": PARQUET,
+    "math": MATH,
+    "lora": LORA,
     "vllm": ["vllm"],
     "postgres": ["psycopg[binary]>=3.1"],
     "pyslurm": ["pyslurm"],
@@ -42,6 +46,9 @@ EXTRAS = {
     "mpi": ["mpich>=4.2"],
     "dev": [
         *TRAINER,
+        *PARQUET,
+        *MATH,
+        *LORA,
         "psycopg[binary]>=3.1",  # the ledger's tests run on PostgreSQL too where it is installed
         "hypothesis>=6.100",
         "mypy>=1.11",

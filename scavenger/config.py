@@ -137,18 +137,24 @@ class ModelSection(Section):
 
 
 class DataSection(Section):
-    """`task` is "sort" (built in, makes its own problems) or "jsonl" (`path`, one object a line with `prompt` and `answer`)."""
+    """`task` is "sort" (built in, makes its own problems), or how the files at `path` are written: "jsonl" or "parquet"."""
 
-    task: Literal["sort", "jsonl"] = "sort"
-    path: Path | None = None
+    task: Literal["sort", "jsonl", "parquet"] = "sort"
+    path: Path | None = None  # a file, or a folder of them
+    prompt_field: Annotated[str, Field(min_length=1)] = "prompt"  # text, or a list of {role, content}
+    answer_field: Annotated[str, Field(min_length=1)] = "answer"
+    chat: bool = False  # render prompts with the model's chat template
+    system: str = ""  # the system turn; without chat, text before every prompt
+    chat_options: dict[str, bool | int | float | str] = {}  # further variables of the template
+    on_overlong: Literal["stop", "drop"] = "stop"  # prompts that leave no room for an answer
     prompts_per_step: Positive = 32
     samples_per_prompt: Annotated[int, Field(ge=2, le=MAX_GROUP_SAMPLES)] = 8
     seed: NonNegative = 0
 
     @model_validator(mode="after")
     def _path(self) -> DataSection:
-        if self.task == "jsonl" and self.path is None:
-            raise ValueError('task = "jsonl" needs data.path')
+        if self.task != "sort" and self.path is None:
+            raise ValueError(f'task = "{self.task}" needs data.path')
         return self
 
 
@@ -179,24 +185,55 @@ class EngineSection(Section):
 class RewardSection(Section):
     function: str = "trainer.tasks.sort:reward"  # "module:function"
     version: Annotated[str, Field(max_length=256)] = ""  # recorded with each reward; empty = the name and a hash of the module's file
+    options: dict[str, bool | int | float | str] = {}  # keyword arguments of the function
     timeout_s: Seconds = 10.0
     retries: NonNegative = 2
     on_reward_error: Literal["stop", "mask"] = "stop"
 
 
 class AlgorithmSection(Section):
-    name: Literal["grpo"] = "grpo"
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    clip_high: Annotated[float, Field(gt=0)] = 0.2
+    """What `name` leaves open; the rows themselves, with each one's defaults, are in `trainer/algorithms/rows.py`."""
+
+    name: Literal["grpo", "dr_grpo", "dapo", "rloo", "reinforce++", "reinforce++-baseline", "gspo", "cispo"] = "grpo"
+    aggregation: Literal["", "token", "sequence", "constant"] = ""  # empty = the algorithm's own
+    scale_by_std: bool | None = None  # none = the algorithm's own, like clip_low and clip_high
+    clip_low: Annotated[float, Field(gt=0, le=1)] | None = None
+    clip_high: Annotated[float, Field(gt=0)] | None = None
     kl_coef: Annotated[float, Field(ge=0)] = 0.0
-    importance_cap: Annotated[float, Field(gt=0)] = 2.0  # truncation of proximal/behaviour
+    kl_estimator: Literal["", "k1", "k2", "k3"] = ""  # empty = the algorithm's own
+    kl_reference: Literal["start", "proximal"] = "start"  # the model at model.path, kept in memory; or the step's first weights
+    importance: Literal["truncate", "mask", "off"] = "truncate"  # what is done with proximal/behaviour
+    importance_level: Literal["token", "sequence", "geometric"] = "token"
+    importance_cap: Annotated[float, Field(gt=0)] = 2.0
+    importance_floor: Annotated[float, Field(ge=0)] = 0.0  # of the mask
+    on_length: Literal["reward", "mask", "overlong-shape"] = "reward"  # answers that sampling.max_tokens ended
+    overlong_buffer_tokens: NonNegative = 0
+    dynamic_sampling: bool | None = None  # prompts whose answers compare nothing are replaced; none = the algorithm's own
+    dynamic_limit: Annotated[float, Field(ge=1)] = 4.0  # groups of a step at most, as a multiple of data.prompts_per_step
     updates_per_step: Positive = 1
-    scale_by_std: bool = True
+
+    @model_validator(mode="after")
+    def _mask(self) -> AlgorithmSection:
+        if self.importance_floor and self.importance != "mask":
+            raise ValueError('importance_floor needs importance = "mask"')
+        if self.importance == "mask" and self.importance_floor >= self.importance_cap:
+            raise ValueError("importance_floor < importance_cap must hold")
+        return self
+
+
+class LoraSection(Section):
+    """Low-rank adapters instead of all weights; `rank` 0 = off."""
+
+    rank: NonNegative = 0
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    targets: Annotated[tuple[str, ...], Field(min_length=1)] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 class OptimizerSection(Section):
     lr: Annotated[float, Field(gt=0)] = 1e-4
     warmup_steps: NonNegative = 0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # after the warm-up
+    final_lr_share: Share = 0.0  # of lr, in the last step
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     clip_norm: Annotated[float, Field(gt=0)] = 1.0
@@ -218,6 +255,8 @@ class CheckpointSection(Section):
 class EvalSection(Section):
     every: NonNegative = 0  # steps; 0 = before the first and after the last only
     problems: NonNegative = 0
+    samples: Positive = 1  # answers of each at temperature 1, beside the greedy one
+    path: Path | None = None  # held-out problems, written like those of data.path; none = taken out of data.path
 
 
 class WeightsSection(Section):
@@ -230,7 +269,10 @@ class WeightsSection(Section):
 
 
 class TrainerSection(Section):
-    micro_batch_tokens: Positive = 8192  # padded tokens of one micro-batch and rank at most; deterministic: one group
+    micro_batch_tokens: Positive = 8192  # tokens of one micro-batch and rank at most; deterministic: one group
+    packing: bool = True  # samples of a micro-batch lie in one line without padding
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto = bfloat16 on a GPU
+    activation_checkpointing: bool = False
     idle_poll_ms: Annotated[float, Field(ge=1, le=1000)] = 5.0
 
 
@@ -242,6 +284,7 @@ class RunConfig(Section):
     engine: EngineSection = EngineSection()
     reward: RewardSection = RewardSection()
     algorithm: AlgorithmSection = AlgorithmSection()
+    lora: LoraSection = LoraSection()
     optimizer: OptimizerSection = OptimizerSection()
     reserved: ReservedSection = ReservedSection()
     checkpoint: CheckpointSection = CheckpointSection()
@@ -309,5 +352,6 @@ def read_run(path: Path) -> RunConfig:
     if weights.spool_dir:
         weights = weights.model_copy(update={"spool_dir": base / weights.spool_dir})
     data = config.data.model_copy(update={"path": base / config.data.path} if config.data.path else {})
+    held_out = config.eval.model_copy(update={"path": base / config.eval.path} if config.eval.path else {})
     model = config.model.model_copy(update={"path": base / config.model.path})
-    return config.model_copy(update={"run": run, "data": data, "model": model, "weights": weights})
+    return config.model_copy(update={"run": run, "data": data, "eval": held_out, "model": model, "weights": weights})

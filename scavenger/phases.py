@@ -42,6 +42,14 @@ class GroupsCompleted:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupsAdded:
+    """The step asked for more than its plan said: `samples` samples in `groups` groups."""
+
+    groups: int
+    samples: int
+
+
+@dataclass(frozen=True, slots=True)
 class FleetChanged:
     """Live workers, as the daemon last said. `reserved`: awake or asleep."""
 
@@ -69,7 +77,7 @@ class Tick:
     """Time passed."""
 
 
-Event = GroupsCompleted | FleetChanged | WindowDecided | Trained | Tick
+Event = GroupsCompleted | GroupsAdded | FleetChanged | WindowDecided | Trained | Tick
 
 
 # ---------------------------------------------------------------- actions
@@ -105,7 +113,7 @@ Action = SleepReserved | WakeReserved | TrainReady | FinishStep
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What does not change within a step. `window` is a share of `samples`; `round_groups` fills every rank once."""
+    """What a step asked for. `window` is a share of `samples`; `round_groups` fills every rank once."""
 
     samples: int
     groups: int
@@ -296,6 +304,9 @@ def react(step: Step, event: Event, now: float) -> tuple[Step, tuple[Action, ...
                 done_groups=step.done_groups + groups,
                 trained_groups=step.trained_groups + untrained,
             )
+        case GroupsAdded(groups, samples):
+            plan = replace(step.plan, samples=step.plan.samples + samples, groups=step.plan.groups + groups)
+            step = replace(step, plan=plan)
         case FleetChanged():
             step = _observe_fleet(step, event, now)
         case WindowDecided(close, reason):

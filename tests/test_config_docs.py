@@ -94,7 +94,7 @@ def test_the_daemon_s_example_is_valid(example: str) -> None:
     DaemonConfig.model_validate(commented_keys(ROOT / example))
 
 
-@pytest.mark.parametrize("example", ["examples/site/run.toml", "examples/demo/run.toml"])
+@pytest.mark.parametrize("example", ["examples/site/run.toml", "examples/demo/run.toml", "examples/gsm8k/run.toml"])
 def test_a_run_s_example_is_valid(example: str) -> None:
     config = read_run(ROOT / example)
     assert config.model.path.is_absolute()

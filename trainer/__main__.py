@@ -28,6 +28,7 @@ from scavenger.config import RewardSection, RunConfig
 from scavenger.errors import CheckpointAhead, ConfigError, LedgerRestored, ScavengerError, StaleAttempt, told
 from scavenger.weights.source import WeightSource
 from trainer import checkpoint
+from trainer.algorithms.rows import resolve
 from trainer.comm import Comm, Solo, connect, join, leave
 from trainer.data import Problems, open_tokenizer, stop_tokens
 from trainer.local import LocalRun, LocalSource
@@ -79,10 +80,12 @@ def make_learner(config: RunConfig, comm: Comm) -> Learner:
     return Learner(
         config.model.path,
         join(comm),
-        algorithm=config.algorithm,
+        recipe=resolve(config.algorithm, config.sampling.max_tokens),
         optimizer=config.optimizer,
         temperature=config.sampling.temperature,
         deterministic=config.run.deterministic,
+        trainer=config.trainer,
+        lora=config.lora,
     )
 
 
@@ -100,7 +103,7 @@ def restore(config: RunConfig, ranks: Ranks, resume: str) -> Start:
         )
     ranks.load(path, state.updates_taken)
     print(f"resumed from {path}, after step {state.step}", flush=True)
-    return Start(state.step, state.root, path)
+    return Start(state.step, state.root, path, state.cursor)
 
 
 def set_aside(config: RunConfig, start: Start, attempt: int) -> None:
@@ -112,7 +115,7 @@ def set_aside(config: RunConfig, start: Start, attempt: int) -> None:
 def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> None:
     """Rank 0: set everything up, run the loop, close the run as what it became."""
     tokenizer = open_tokenizer(config.model.path)
-    problems = Problems(config, tokenizer)
+    problems = Problems(config, tokenizer, print)
     spec, how, crash_at = engine_spec(config), sampling(config), crash_step(os.environ.get(CRASH_VARIABLE, ""))
     with ExitStack() as stack:
         reward = config.reward
@@ -122,7 +125,7 @@ def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> None:
         stack.callback(monitor.close)
         start, run, source = begin(config, spec, ranks, stack, options)
         set_aside(config, start, run.attempt)
-        scoring = Scoring(runner, tokenizer, reward, config.algorithm, monitor.say)
+        scoring = Scoring(runner, tokenizer, reward, config.algorithm, monitor.say, config.sampling.max_tokens)
         loop = Loop(config, run, ranks, source, scoring, problems, how, monitor, start, crash_at)
         try:
             loop.run()
@@ -136,7 +139,9 @@ def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> None:
 
 
 def _runner(reward: RewardSection) -> RewardRunner:
-    return RewardRunner(reward.function, timeout_s=reward.timeout_s, retries=reward.retries, version=reward.version)
+    return RewardRunner(
+        reward.function, timeout_s=reward.timeout_s, retries=reward.retries, version=reward.version, options=reward.options
+    )
 
 
 Begun = tuple[Start, Run, Source]

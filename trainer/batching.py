@@ -8,6 +8,7 @@ zero-weight fillers.
 from __future__ import annotations
 
 import hashlib
+import heapq
 from collections.abc import Sequence
 
 import msgspec
@@ -33,19 +34,19 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class Micro(msgspec.Struct, frozen=True):
-    """One rank's work of one micro-step: rows padded to `width` tokens."""
+    """One rank's work of one micro-step: rows padded to `width` tokens each, or (0) packed into one line without padding."""
 
     rows: tuple[Row, ...]
     width: int
 
     @property
-    def padded_tokens(self) -> int:
-        return len(self.rows) * self.width
+    def computed_tokens(self) -> int:
+        return len(self.rows) * self.width if self.width else sum(row.tokens for row in self.rows)
 
 
 def filler(like: Micro) -> Micro:
     """A micro-batch that costs little and adds exactly nothing: one prompt token, no answer, advantage 0."""
-    return Micro((Row(-1, like.rows[0].prompt[:4], b"", b"", 0.0),), width=2)
+    return Micro((Row(-1, like.rows[0].prompt[:4], b"", b"", 0.0),), width=2 if like.width else 0)
 
 
 def pack(groups: Sequence[Sequence[Row]], *, budget: int) -> tuple[Micro, ...]:
@@ -74,6 +75,28 @@ def spread(groups: Sequence[Sequence[Row]], *, budget: int, ranks: int) -> tuple
     return pack(groups, budget=min(budget, even))
 
 
+def balanced(groups: Sequence[Sequence[Row]], *, budget: int, ranks: int) -> tuple[tuple[Micro, ...], ...]:
+    """Rounds of packed micro-batches of at most `budget` tokens, one a rank, which differ by less than a row.
+
+    As few rounds as the budget allows; each row goes to the micro-batch with the fewest tokens, longest row first. A row longer than the
+    budget gets a micro-batch of its own: a sample is never dropped or cut (I6).
+    """
+    rows = sorted((row for group in groups for row in group), key=lambda row: (-row.tokens, row.sample_id))
+    total = sum(row.tokens for row in rows)
+    count = -(-total // budget // ranks) * ranks
+    while rows:
+        bins: list[list[Row]] = [[] for _ in range(count)]
+        loads = [(0, place) for place in range(count)]
+        for row in rows:
+            load, place = heapq.heappop(loads)
+            bins[place].append(row)
+            heapq.heappush(loads, (load + row.tokens, place))
+        if all(load <= budget or len(bins[place]) == 1 for load, place in loads):
+            return rounds([Micro(tuple(one), 0) for one in bins if one], ranks)
+        count += ranks
+    return ()
+
+
 def one_per_group(groups: Sequence[Sequence[Row]], *, width: int) -> tuple[Micro, ...]:
     """Deterministic form: each group alone, always padded to the same width, so its gradient does not depend on its company.
 
@@ -91,7 +114,7 @@ def rounds(micros: Sequence[Micro], ranks: int) -> tuple[tuple[Micro, ...], ...]
 
     Micro-batches of similar cost share a round, since a round lasts as long as its slowest rank.
     """
-    ordered = sorted(micros, key=lambda micro: -micro.padded_tokens)
+    ordered = sorted(micros, key=lambda micro: -micro.computed_tokens)
     made = []
     for start in range(0, len(ordered), ranks):
         real = ordered[start : start + ranks]
@@ -103,6 +126,12 @@ def mini_batch_of(seed: int, step: int, prompts: Sequence[int], updates: int) ->
     """Which of the step's `updates` a prompt belongs to: a shuffle fixed by (seed, step), never by arrival. Sizes differ by at most 1."""
     ordered = shuffled(sorted(prompts), f"mini-batch/{seed}/{step}")
     return {prompt: place * updates // len(ordered) for place, prompt in enumerate(ordered)}
+
+
+def mini_batch_alone(seed: int, step: int, prompt: int, updates: int) -> int:
+    """The same where a step's prompts are not known at its start: fixed by (seed, step, prompt), even only on average."""
+    digest = hashlib.blake2b(f"mini-batch/{seed}/{step}/{prompt}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") % updates
 
 
 def shuffled(items: Sequence[int], name: str) -> list[int]:

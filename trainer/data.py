@@ -1,23 +1,25 @@
 """Which problems a step trains on. Deterministic by seed and position, so a resumed run needs nothing but its step.
 
 Owns order and tokenisation; knows no reward, model or socket. Position p of the training stream is the same problem in every
-life of a run; step s takes positions [(s - 1) * n, s * n).
+life of a run. A step takes the next n positions, or more where it replaces some; how many were taken is all that a resume needs.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import msgspec
 from tokenizers import Tokenizer
 
 from scavenger.config import RunConfig
 from scavenger.errors import ConfigError
+from trainer import dataset
 from trainer.batching import shuffled
+from trainer.chat import Template
+from trainer.dataset import Item
 from trainer.tasks import sort
 
 
@@ -31,12 +33,16 @@ class Problem:
     meta: dict[str, Any]
 
 
+#: (text, meta) of a problem.
+Row = tuple[str, dict[str, Any]]
+
+
 class Stream(Protocol):
     """An endless, seeded stream of training problems and a fixed set of held-out ones, as (text, meta)."""
 
-    def train(self, position: int) -> tuple[str, dict[str, Any]]: ...
+    def train(self, position: int) -> Row: ...
 
-    def held_out(self, index: int) -> tuple[str, dict[str, Any]]: ...
+    def held_out(self, index: int) -> Row: ...
 
 
 class SortStream:
@@ -52,72 +58,82 @@ class SortStream:
         return sort.problem(self._seed, index, held_out=True)
 
 
-class _Line(msgspec.Struct):
-    prompt: str
-    answer: Any
+class FileStream:
+    """Rows of a data set, reshuffled each epoch. `held_out` of them, chosen by the seed, are never trained on."""
 
-
-class JsonlStream:
-    """Rows of a JSONL file, reshuffled each epoch. `held_out` rows, chosen by the seed, are never trained on."""
-
-    def __init__(self, path: Path, seed: int, held_out: int) -> None:
-        self._rows = read_jsonl(path)
-        order = shuffled(range(len(self._rows)), f"split/{seed}")
-        if held_out >= len(order):
-            raise ConfigError(f"{path} has {len(order)} rows, eval.problems = {held_out} leaves none to train on", "lower eval.problems")
+    def __init__(self, rows: Sequence[Row], seed: int, held_out: int, other: Sequence[Row] = ()) -> None:
+        """`other`: where held-out rows come from instead. Raises `ConfigError` when there are too few rows."""
+        order = shuffled(range(len(rows)), f"split/{seed}")
+        self._rows = rows
         self._seed = seed
-        self._held_out, self._train = order[:held_out], sorted(order[held_out:])
+        if other:
+            chosen = shuffled(range(len(other)), f"split/{seed}")[:held_out]
+            if len(chosen) < held_out:
+                raise ConfigError(f"eval.path has {len(other)} rows, eval.problems = {held_out} wants more", "lower eval.problems")
+            self._held_out, self._train = [other[index] for index in chosen], sorted(order)
+        else:
+            if held_out >= len(order):
+                raise ConfigError(
+                    f"data.path has {len(order)} rows, eval.problems = {held_out} leaves none to train on", "lower eval.problems"
+                )
+            self._held_out, self._train = [rows[index] for index in order[:held_out]], sorted(order[held_out:])
         self._epoch: tuple[int, Sequence[int]] = (-1, ())
 
-    def train(self, position: int) -> tuple[str, dict[str, Any]]:
+    def train(self, position: int) -> Row:
         epoch, place = divmod(position, len(self._train))
         if self._epoch[0] != epoch:
             self._epoch = (epoch, shuffled(self._train, f"epoch/{self._seed}/{epoch}"))
         return self._rows[self._epoch[1][place]]
 
-    def held_out(self, index: int) -> tuple[str, dict[str, Any]]:
-        return self._rows[self._held_out[index]]
-
-
-def read_jsonl(path: Path) -> list[tuple[str, dict[str, Any]]]:
-    """(prompt, everything else) of each line. Raises `ConfigError` with the line's number."""
-    rows = []
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"data.path: {path}: {error}", "give a JSONL file in UTF-8") from error
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            found = msgspec.json.decode(line, type=_Line)
-        except msgspec.MsgspecError as error:
-            raise ConfigError(f"{path}:{number}: {error}", "each line is an object with `prompt` (text) and `answer`") from error
-        meta = json.loads(line)
-        del meta["prompt"]
-        rows.append((found.prompt, meta | {"row": number - 1}))
-    if not rows:
-        raise ConfigError(f"{path} holds no problem", "each line is an object with `prompt` (text) and `answer`")
-    return rows
+    def held_out(self, index: int) -> Row:
+        return self._held_out[index]
 
 
 class Problems:
-    """The run's problems, tokenised. Raises `ConfigError` for a prompt that leaves no room for an answer."""
+    """The run's problems, tokenised. `say` gets a line where some are left out.
 
-    def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
-        data = config.data
-        self._stream: Stream = SortStream(data.seed)
-        if data.task == "jsonl" and data.path is not None:
-            self._stream = JsonlStream(data.path, data.seed, config.eval.problems)
+    Raises `ConfigError` for a prompt that leaves no room for an answer: where problems are read from files, all are looked at first.
+    """
+
+    def __init__(self, config: RunConfig, tokenizer: Tokenizer, say: Callable[[str], None] = print) -> None:
+        self._config = config
         self._tokenizer = tokenizer
+        self._say = say
         self._room = config.model.context_length - config.sampling.max_tokens
-        self._per_step = data.prompts_per_step
+        self._per_step = config.data.prompts_per_step
         self._eval_count = config.eval.problems
+        self._stream: Stream = SortStream(config.data.seed)
+        if config.data.path is not None and config.data.task != "sort":
+            self._stream = self._from_files(config.data.path)
+
+    def _from_files(self, path: Path) -> FileStream:
+        config = self._config
+        template = Template(config.model.path, config.data)
+        rows = self._fitting(dataset.read(config.data, path), template, path)
+        other = self._fitting(dataset.read(config.data, config.eval.path), template, config.eval.path) if config.eval.path else ()
+        return FileStream(rows, config.data.seed, config.eval.problems, other)
+
+    def _fitting(self, items: Sequence[Item], template: Template, path: Path) -> list[Row]:
+        """Every row as the model sees it; those that leave no room for an answer are reported, all at once."""
+        rows = [(template.text(item.prompt), item.meta) for item in items]
+        lengths = [len(found.ids) for found in self._tokenizer.encode_batch([text for text, _ in rows], add_special_tokens=False)]
+        wrong = [place for place, length in enumerate(lengths) if not 0 < length <= self._room]
+        if not wrong:
+            return rows
+        told = ", ".join(f"row {rows[place][1]['row']} has {lengths[place]}" for place in wrong[:5])
+        cause = f"{path}: {len(wrong)} of {len(rows)} prompts do not have 1 to {self._room} tokens: {told}"
+        if self._config.data.on_overlong == "stop" or len(wrong) == len(rows):
+            raise ConfigError(cause, 'raise model.context_length, lower sampling.max_tokens, or set data.on_overlong = "drop"')
+        self._say(f"{cause}; they are left out")
+        return [row for place, row in enumerate(rows) if place not in set(wrong)]
 
     def of_step(self, step: int) -> list[Problem]:
-        """The problems of step `step` (counted from 1)."""
-        start = (step - 1) * self._per_step
-        return [self._problem(position, *self._stream.train(position)) for position in range(start, start + self._per_step)]
+        """The problems of step `step` (counted from 1), where none is replaced."""
+        return self.take((step - 1) * self._per_step, self._per_step)
+
+    def take(self, position: int, count: int) -> list[Problem]:
+        """`count` problems of the training stream from `position` on."""
+        return [self._problem(place, *self._stream.train(place)) for place in range(position, position + count)]
 
     def held_out(self) -> list[Problem]:
         return [self._problem(index, *self._stream.held_out(index)) for index in range(self._eval_count)]

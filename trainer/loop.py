@@ -8,7 +8,6 @@ and delivers what was already generated. The checkpoint comes last because a res
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import time
@@ -24,6 +23,7 @@ from scavenger.weights.memory import Buffer
 from scavenger.weights.spool import Spool
 from trainer import checkpoint
 from trainer.data import Problem, Problems
+from trainer.evaluation import Judgement, summarise
 from trainer.monitor import Monitor
 from trainer.ranks import Ranks
 from trainer.scoring import Scoring, specs
@@ -42,12 +42,13 @@ class Source(Protocol):
 class Start:
     """Where this attempt starts: after `step` steps; `root` (hex) is what its weights must hash to ("" = unknown).
 
-    `path`: the checkpoint that was loaded, None for none.
+    `path`: the checkpoint that was loaded, None for none. `cursor`: training problems taken so far.
     """
 
     step: int = 0
     root: str = ""
     path: Path | None = None
+    cursor: int = 0
 
 
 class Loop:
@@ -81,6 +82,7 @@ class Loop:
         self._root = b""
         folder = config.weights.spool_dir
         self._spool = Spool(folder / config.run.name) if folder else None
+        self._cursor = start.cursor
 
     def run(self) -> None:
         """Train to the last step. Raises what stops it; the caller closes the run."""
@@ -92,7 +94,7 @@ class Loop:
         if self._start.step == 0:
             self._evaluate(0, version)
         for step in range(self._start.step + 1, steps + 1):
-            result = self._stepper.step(step, version, self._problems.of_step(step))
+            result = self._stepper.step(step, version, self._take(self._config.data.prompts_per_step), self._take)
             published, seconds = self._timed_publish(step)
             self._crash_for_test(step)
             metrics = result.metrics | {"seconds_publish": seconds}
@@ -103,6 +105,12 @@ class Loop:
                 self._evaluate(step, version)
             if step % self._config.checkpoint.every == 0 or step == steps:
                 self._checkpoint(step, version)
+
+    def _take(self, count: int) -> list[Problem]:
+        """The next problems of the data."""
+        taken = self._problems.take(self._cursor, count)
+        self._cursor += count
+        return taken
 
     # ---------------------------------------------------------------- weights
 
@@ -125,7 +133,7 @@ class Loop:
         out_dir = config.run.out_dir
         self._ranks.save(checkpoint.prepare(out_dir, step))
         state = checkpoint.State(
-            step, version, self._root.hex(), step * config.data.prompts_per_step, config.run.seed,
+            step, version, self._root.hex(), self._cursor, config.run.seed,
             self._ranks.updates_taken, "float64" if config.run.deterministic else "float32", self._run.attempt,
         )  # fmt: skip
         path = checkpoint.complete(out_dir, state)
@@ -136,32 +144,28 @@ class Loop:
     # ---------------------------------------------------------------- evaluation
 
     def _evaluate(self, step: int, version: int) -> None:
-        """Held-out problems through the same engines: one answer at temperature 1, one greedy."""
+        """Held-out problems through the same engines: `eval.samples` answers at temperature 1, and one greedy."""
         problems = self._held_out
         if not problems:
             return
         self._stepper.set_reserved(True)
-        sampling = self._sampling
-        modes = {
-            "sampled": wire.Sampling(sampling.max_tokens, 1.0, 1.0, 0, sampling.stop_token_ids),
-            "greedy": wire.Sampling(sampling.max_tokens, 0.0, 1.0, 0, sampling.stop_token_ids),
-        }
+        sampling, judge = self._sampling, self._scoring.version
         groups = []
-        for place, (mode, how) in enumerate(modes.items()):
-            groups += specs(problems, n=1, sampling=how, offset=place * len(problems), mark={"mode": mode})
+        for place, (mode, n, temperature) in enumerate((("sampled", self._config.eval.samples, 1.0), ("greedy", 1, 0.0))):
+            how = wire.Sampling(sampling.max_tokens, temperature, 1.0, 0, sampling.stop_token_ids)
+            groups += specs(problems, n=n, sampling=how, offset=place * len(problems), mark={"mode": mode})
         waiting = set(self._run.submit(step, version, groups, "eval"))
-        rewards: dict[str, list[float]] = {mode: [] for mode in modes}
+        found: dict[int, list[Judgement]] = {}
         outcomes: list[wire.SampleOutcome] = []
         while waiting:
             for group in self._run.poll(POLL_S):
                 waiting.remove(group.group_id)
-                mode = "sampled" if group.prompt_index < len(problems) else "greedy"
-                for sample, reward, why in self._scoring.rewards(group):
-                    kind, judge = ("masked", "") if why else ("evaluated", self._scoring.version)
-                    outcomes.append(wire.SampleOutcome(sample.sample_id, kind, reward, 0.0, wire.words(why), judge))
-                    if not why:
-                        rewards[mode].append(reward)
-        metrics = {f"eval_{mode}": math.fsum(found) / len(found) if found else 0.0 for mode, found in rewards.items()}
+                judged = self._scoring.rewards(group)
+                found[group.prompt_index] = [Judgement(r, len(s.tokens) // 4, s.finish == "length") for s, r, why in judged if not why]
+                for sample, reward, why in judged:
+                    kind, by = ("masked", "") if why else ("evaluated", judge)
+                    outcomes.append(wire.SampleOutcome(sample.sample_id, kind, reward, 0.0, wire.words(why), by))
+        metrics = summarise([found[i] for i in range(len(problems))], [found[i + len(problems)] for i in range(len(problems))])
         self._run.commit(step, version, outcomes, metrics, "eval")
         self._monitor.evaluation(step, self._run.attempt, metrics)
 

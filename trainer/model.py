@@ -3,7 +3,7 @@
 Owns parameters, gradients and optimizer state. Knows no daemon, no ledger and no MPI.
 
 **One denominator.** Micro-batch losses are sums over tokens. FSDP's division of gradients by the number of ranks is undone (factor 1,
-sum reduction), so the step's true token count, applied once in `update`, is the only denominator (I7).
+sum reduction), so the step's true denominator, applied once in `update`, is the only one (I7).
 
 **Why a deterministic run repeats exactly** (`deterministic = true`). Three things could let the arrival order, the fleet or a
 preemption into the weights, and each is closed:
@@ -21,42 +21,42 @@ same number of ranks. Without the switch the order of sums is the order of arriv
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from rollout.engines.norms import wide_norms
-from scavenger.config import AlgorithmSection, OptimizerSection
+from scavenger.config import LoraSection, OptimizerSection, TrainerSection
 from scavenger.errors import ConfigError
-from trainer import losses
-from trainer.batching import Micro
+from trainer import adapters
+from trainer.algorithms.loss import Tokens, policy_loss, token_logprobs
+from trainer.algorithms.rows import Recipe
+from trainer.attention import PACKED, borders_of
+from trainer.batching import Micro, Row
+from trainer.collate import Batch, packed, padded
+from trainer.logprobs import picked_logprobs
+from trainer.sharding import EXACT_BELOW, compute_dtype, reshard, shard
 
-#: Gradients of a deterministic run are multiples of this; sums stay exact below QUANTUM * 2^53.
-QUANTUM = 2.0**-40
-EXACT_BELOW = QUANTUM * 2.0**53
-#: Adding and subtracting 1.5 * 2^52 quanta rounds a float64 to the nearest quantum.
-_ROUNDER = 1.5 * 2.0**52 * QUANTUM
-#: The newer name first: torch 2.13 warns about the older one, 2.11 has only that.
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+DEFAULTS = TrainerSection()
+ALL_WEIGHTS = LoraSection()
 
 
 class RowStats(msgspec.Struct, frozen=True):
-    """Sums over one row's trained tokens; `mismatch_*` compare proximal with behaviour logprobs, entropy-free and detached."""
+    """Sums over one row's tokens, as `algorithms.loss.Terms` has them; `mismatch_*` compare proximal with behaviour logprobs."""
 
     sample_id: int
     tokens: int
-    policy: float
+    kept: int
+    loss: float
     kl: float
     clipped: float
     mismatch_k3: float
@@ -64,30 +64,14 @@ class RowStats(msgspec.Struct, frozen=True):
     truncated: float
 
 
-def quantise_(gradients: Tensor) -> None:
-    """Round to the nearest multiple of `QUANTUM`, in place. float64 only."""
-    gradients.add_(_ROUNDER).sub_(_ROUNDER)
-
-
-class ExactReduceScatter(ReduceScatter):
-    """Reduce-scatter of gradients that are rounded first, so that the sum over ranks is exact."""
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-        quantise_(input_tensor)
-        return _reduce_scatter(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
-
-
-def load_model(folder: Path, dtype: torch.dtype) -> Any:
+def load_model(folder: Path, dtype: torch.dtype, attention: str = "sdpa") -> Any:
     """A causal LM from a Hugging Face folder, on the CPU. Raises `ConfigError`; runs no code that the folder brings."""
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model.path: {folder} holds no config.json", "give the folder of a Hugging Face model")
     disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation="sdpa", local_files_only=True, use_safetensors=True, trust_remote_code=False
+            folder, dtype=dtype, attn_implementation=attention, local_files_only=True, use_safetensors=True, trust_remote_code=False
         )
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model.path: {folder} cannot be loaded: {error}", "it must be a causal LM with safetensors weights") from error
@@ -95,55 +79,6 @@ def load_model(folder: Path, dtype: torch.dtype) -> Any:
     if dtype == torch.float64:
         wide_norms(model)
     return model
-
-
-def shard(model: Any, mesh: DeviceMesh, *, deterministic: bool) -> None:
-    """FSDP2: each decoder layer and the rest, fp32 (deterministic: float64) masters; gradients are summed over ranks, never divided."""
-    policy = MixedPrecisionPolicy()
-    if mesh.device_type == "cuda" and not deterministic:
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for layer in _layers(model):
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)
-            module.set_gradient_divide_factor(1.0)
-            if deterministic and mesh.size() > 1:
-                module.set_custom_reduce_scatter(ExactReduceScatter())
-            elif deterministic:
-                module.set_all_reduce_hook(quantise_)  # one rank reduces nothing; the hook still runs before accumulation
-
-
-def _layers(model: nn.Module) -> Iterator[nn.Module]:
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList):
-            yield from module
-            return
-
-
-def collate(micro: Micro, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """Pad the rows on the right. Tokens [B, T] int64; the others [B, T-1] or [B]: position t speaks of token t + 1.
-
-    Causal attention never looks right, so padding needs no attention mask: its outputs are computed and ignored.
-    """
-    rows, width = len(micro.rows), micro.width
-    tokens = torch.zeros(rows, width, dtype=torch.int64)
-    mask = torch.zeros(rows, width - 1, dtype=dtype)
-    behaviour = torch.zeros(rows, width - 1, dtype=dtype)
-    proximal = torch.zeros(rows, width - 1, dtype=dtype)
-    for i, row in enumerate(micro.rows):
-        text = torch.frombuffer(bytearray(row.prompt + row.answer), dtype=torch.int32)
-        tokens[i, : len(text)] = text
-        start, stop = len(row.prompt) // 4 - 1, row.tokens - 1
-        if stop > start:
-            mask[i, start:stop] = 1
-            behaviour[i, start:stop] = torch.frombuffer(bytearray(row.behaviour), dtype=torch.float32)
-            if row.proximal:
-                proximal[i, start:stop] = torch.frombuffer(bytearray(row.proximal), dtype=torch.float64)
-    advantages = torch.tensor([row.advantage for row in micro.rows], dtype=dtype)
-    made = {"tokens": tokens, "mask": mask, "behaviour": behaviour, "proximal": proximal, "advantages": advantages}
-    return {name: value.to(device) for name, value in made.items()}
 
 
 class Learner:
@@ -154,85 +89,116 @@ class Learner:
         folder: Path,
         mesh: DeviceMesh,
         *,
-        algorithm: AlgorithmSection,
+        recipe: Recipe,
         optimizer: OptimizerSection,
         temperature: float,
         deterministic: bool,
+        trainer: TrainerSection = DEFAULTS,
+        lora: LoraSection = ALL_WEIGHTS,
     ) -> None:
         self.dtype = torch.float64 if deterministic else torch.float32
         self.device = torch.device(mesh.device_type)
         self.deterministic = deterministic
+        self._packing = trainer.packing and not deterministic
+        self._compute = compute_dtype(trainer.compute_dtype, mesh.device_type, deterministic=deterministic)
+        self._recompute = trainer.activation_checkpointing
+        self._lora = lora
         self.model = self._load(folder, mesh)
-        self._algorithm = algorithm
+        self._recipe = recipe
         self._settings = optimizer
         self._temperature = temperature
-        self._reference = self._load(folder, mesh).requires_grad_(False) if algorithm.kl_coef > 0 else None
+        alone = recipe.needs_reference and not self._lora.rank
+        self._reference = self._load(folder, mesh).requires_grad_(False) if alone else None
+        if self._packing:
+            self._check_packing()
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=optimizer.lr, betas=optimizer.betas, weight_decay=optimizer.weight_decay
+            self.trained().values(), lr=optimizer.lr, betas=optimizer.betas, weight_decay=optimizer.weight_decay, fused=not deterministic
         )
-        for parameter in self.model.parameters():  # made now, so that a checkpoint can be loaded into them
+        for parameter in self.trained().values():  # made now, so that a checkpoint can be loaded into them
             state = self.optimizer.state[parameter]
-            state["step"] = torch.tensor(0.0)
+            state["step"] = self._count(0)
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
 
     def _load(self, folder: Path, mesh: DeviceMesh) -> Any:
-        model = load_model(folder, self.dtype).to(self.device)
-        shard(model, mesh, deterministic=self.deterministic)
+        model = load_model(folder, self.dtype, PACKED if self._packing else "sdpa")
+        if self._lora.rank:
+            adapters.inject(model, self._lora)
+        shard(model, mesh, compute=self._compute, deterministic=self.deterministic, recompute=self._recompute)
         return model
 
-    def _logprobs(self, model: Any, batch: dict[str, Tensor]) -> Tensor:
-        tokens = batch["tokens"]
-        logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
-        logits = logits if self.deterministic else logits.float()
-        return losses.token_logprobs(logits, tokens[:, 1:], self._temperature)
+    @torch.no_grad()
+    def _check_packing(self) -> None:
+        """A sample must not see those that lie in the line before it. Raises `ConfigError` where the model lets it."""
+        ids = torch.arange(12, dtype=torch.int32) % min(8, self.model.config.vocab_size)
+        texts = [ids[start : start + 6].numpy().tobytes() for start in (0, 3, 6)]
+        rows = tuple(Row(-1, text[:8], text[8:], bytes(16), 0.0) for text in texts)
+        together = self._logprobs(self.model, self._batch(Micro(rows, 0)))
+        alone = torch.cat([self._logprobs(self.model, self._batch(Micro((row,), 0))) for row in rows])
+        reshard(self.model)
+        gap = float((together - alone).abs().max())
+        if gap > (0.25 if self._compute == torch.bfloat16 else 1e-3):
+            raise ConfigError(
+                f"{type(self.model).__name__}: packed samples see one another (logprobs differ by {gap:.2g})", "set trainer.packing = false"
+            )
+
+    def _count(self, steps: int) -> Tensor:
+        """Adam's count of steps; the fused form wants it beside the parameters."""
+        return torch.tensor(float(steps), device=None if self.deterministic else self.device)
+
+    def _batch(self, micro: Micro) -> Batch:
+        return (packed if self._packing else padded)(micro, self.dtype).to(self.device)
+
+    def _logprobs(self, model: Any, batch: Batch) -> Tensor:
+        """Of the answer tokens, flat: [N]."""
+        if batch.borders is not None:  # the head's logits of answer tokens alone
+            more = {"position_ids": batch.positions, "logits_to_keep": batch.at} | borders_of(batch.borders, batch.longest)
+            logits = model(input_ids=batch.inputs, use_cache=False, **more).logits[0]
+        else:
+            logits = model(input_ids=batch.inputs, use_cache=False).logits.flatten(0, 1)[batch.at]
+        if self.deterministic:
+            return token_logprobs(logits, batch.targets, self._temperature)
+        return picked_logprobs(logits, batch.targets, self._temperature)
 
     def train(self, micro: Micro) -> tuple[RowStats, ...]:
         """Forward and backward of one micro-batch; gradients add to those of the step. One entry a real row."""
-        batch = collate(micro, self.dtype, self.device)
+        batch = self._batch(micro)
+        reference = self._reference_logprobs(batch) if self._recipe.needs_reference else None
         current = self._logprobs(self.model, batch)
-        known = bool(micro.rows[0].proximal)
-        reference = None
-        if self._reference is not None:
-            with torch.no_grad():
-                reference = self._logprobs(self._reference, batch)
-        terms = losses.policy_loss(
-            current,
-            batch["proximal"] if known else current.detach(),
-            batch["behaviour"],
-            batch["advantages"],
-            batch["mask"],
-            clip_low=self._algorithm.clip_low,
-            clip_high=self._algorithm.clip_high,
-            importance_cap=self._algorithm.importance_cap,
-            kl_coef=self._algorithm.kl_coef,
-            reference=reference,
-        )
+        proximal = current.detach() if batch.proximal is None else batch.proximal
+        tokens = Tokens(current, proximal, batch.behaviour, batch.row, batch.advantages, reference)
+        terms = policy_loss(tokens, self._recipe)
         terms.loss.backward()  # type: ignore[no-untyped-call]
-        columns = (batch["mask"].sum(-1), terms.policy, terms.kl, terms.clipped, terms.mismatch_k3, terms.mismatch_max, terms.truncated)
+        columns = (
+            terms.tokens, terms.kept, terms.losses, terms.kl, terms.clipped, terms.mismatch_k3, terms.mismatch_max, terms.truncated,
+        )  # fmt: skip
         table = torch.stack([column.double() for column in columns], dim=1).tolist()
         return tuple(
-            RowStats(row.sample_id, int(values[0]), *values[1:])
+            RowStats(row.sample_id, int(values[0]), int(values[1]), *values[2:])
             for row, values in zip(micro.rows, table, strict=True)
             if row.sample_id >= 0
         )
 
     @torch.no_grad()
-    def proximal(self, micro: Micro) -> dict[int, bytes]:
-        """Logprobs of the answers under the present weights: sample id -> packed float64."""
-        batch = collate(micro, self.dtype, self.device)
-        logprobs = self._logprobs(self.model, batch).double().cpu()
-        for module in self.model.modules():  # without a backward pass the root would stay unsharded, and its parameters be others
-            if isinstance(module, FSDPModule):
-                module.reshard()
-        found = {}
-        for i, row in enumerate(micro.rows):
-            if row.sample_id >= 0:
-                start = len(row.prompt) // 4 - 1
-                found[row.sample_id] = logprobs[i, start : row.tokens - 1].numpy().tobytes()
+    def _reference_logprobs(self, batch: Batch) -> Tensor:
+        """Under the starting model: one of its own, or this one without its adapters."""
+        if self._reference is not None:
+            return self._logprobs(self._reference, batch)
+        with adapters.switched_off(self.model):
+            found = self._logprobs(self.model, batch)
+        reshard(self.model)
         return found
 
-    def update(self, tokens: int, lr: float) -> float:
-        """Scale by 1 / tokens (the true denominator), clip, step, clear. Returns the gradient's norm before clipping.
+    @torch.no_grad()
+    def proximal(self, micro: Micro) -> dict[int, bytes]:
+        """Logprobs of the answers under the present weights: sample id -> packed float64."""
+        batch = self._batch(micro)
+        logprobs = self._logprobs(self.model, batch).double().cpu()
+        reshard(self.model)
+        answers = torch.split(logprobs, [len(row.answer) // 4 for row in micro.rows])
+        return {row.sample_id: answer.numpy().tobytes() for row, answer in zip(micro.rows, answers, strict=True) if row.sample_id >= 0}
+
+    def update(self, denominator: float, lr: float) -> float:
+        """Scale by 1 / denominator (the step's true one), clip, step, clear. Returns the gradient's norm before clipping.
 
         Raises `ArithmeticError` when gradients are not finite, or too large for a deterministic run's exact sums.
         """
@@ -242,8 +208,8 @@ class Learner:
             if largest >= EXACT_BELOW / 2:
                 raise ArithmeticError(f"a gradient sum of {largest:g} is beyond the exact range of a deterministic run")
         for gradient in gradients:
-            gradient.div_(tokens)
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._settings.clip_norm)
+            gradient.div_(denominator)
+        norm = torch.nn.utils.clip_grad_norm_(list(self.trained().values()), self._settings.clip_norm)
         value = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         if value != value or value == float("inf"):
             raise ArithmeticError(f"the gradient's norm is {value}: the step was not taken")
@@ -257,14 +223,16 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter gathered whole, in the order of names, tied ones once. All ranks must exhaust it."""
-        for name, parameter in sorted(self.model.named_parameters()):
-            yield name, (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
+        """Every parameter gathered whole, in the order of names, tied ones once, adapters merged. All ranks must exhaust it."""
+        return adapters.merged(self.model)
+
+    def trained(self) -> dict[str, torch.nn.Parameter]:
+        return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
 
     def state(self) -> dict[str, Tensor]:
         """The sharded tensors that a checkpoint holds, by name; loading writes into them."""
         tensors: dict[str, Tensor] = {}
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in self.trained().items():
             state = self.optimizer.state[parameter]
             tensors[f"model.{name}"] = parameter.detach()
             tensors[f"exp_avg.{name}"] = state["exp_avg"]
@@ -278,16 +246,22 @@ class Learner:
 
     def set_updates_taken(self, count: int) -> None:
         for state in self.optimizer.state.values():
-            state["step"] = torch.tensor(float(count))
+            state["step"] = self._count(count)
 
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def learning_rate(settings: OptimizerSection, step: int) -> float:
-    """Linear warm-up over `warmup_steps`, then constant. `step` counts from 1."""
-    return settings.lr * min(1.0, step / settings.warmup_steps) if settings.warmup_steps else settings.lr
+def learning_rate(settings: OptimizerSection, step: int, steps: int) -> float:
+    """Linear warm-up over `warmup_steps`, then the schedule, which ends at `lr * final_lr_share` in step `steps`. `step` counts from 1."""
+    if step <= settings.warmup_steps:
+        return settings.lr * step / settings.warmup_steps
+    if settings.schedule == "constant":
+        return settings.lr
+    done = (step - settings.warmup_steps) / max(1, steps - settings.warmup_steps)
+    left = 1.0 - done if settings.schedule == "linear" else (1.0 + math.cos(math.pi * done)) / 2.0
+    return settings.lr * (settings.final_lr_share + (1.0 - settings.final_lr_share) * left)
 
 
 def model_config_text(folder: Path) -> str:

@@ -28,7 +28,7 @@ class Proximal(msgspec.Struct, frozen=True, tag=True):
 
 
 class Update(msgspec.Struct, frozen=True, tag=True):
-    tokens: int
+    denominator: float
     lr: float
 
 
@@ -63,8 +63,8 @@ def execute(learner: Learner, command: Command) -> bytes:
             return _encode(learner.train(micro))
         case Proximal(micro):
             return _encode(learner.proximal(micro))
-        case Update(tokens, lr):
-            return _encode(learner.update(tokens, lr))
+        case Update(denominator, lr):
+            return _encode(learner.update(denominator, lr))
         case Gather(dtype):
             for _ in publish.gather(learner, dtype):
                 pass
@@ -118,9 +118,9 @@ class Ranks:
             found |= _logprobs.decode(frame)
         return found
 
-    def update(self, tokens: int, lr: float) -> float:
+    def update(self, denominator: float, lr: float) -> float:
         """The optimizer step over everything since the last one. Returns the gradient's norm before clipping."""
-        return float(msgspec.msgpack.decode(self._all([Update(tokens, lr)] * self.size)[0], type=float))
+        return float(msgspec.msgpack.decode(self._all([Update(denominator, lr)] * self.size)[0], type=float))
 
     def build_version(self, version: int, dtype: str) -> tuple[Manifest, Buffer]:
         """Gather, cast, lay out and hash the present weights."""

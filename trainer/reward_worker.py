@@ -1,4 +1,4 @@
-"""The process that calls a reward function: `python -m trainer.reward_worker module:function`. Started by `trainer.rewards` only.
+"""The process that calls a reward function: `python -m trainer.reward_worker module:function [OPTIONS]`. Started by `trainer.rewards` only.
 
 Frames come on standard input and go to standard output; what the function prints goes to standard error, so it cannot break a frame.
 Any exception of the function is caught here, for one named recovery: its type is sent back, and apart from it what it said, which may
@@ -7,7 +7,10 @@ quote the prompt or the answer.
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
+import json
 import math
 import os
 import sys
@@ -32,13 +35,13 @@ def _version(name: str) -> str:
     return f"{name}@{blake3(Path(path).read_bytes()).hexdigest()[:16]}" if path else name
 
 
-def _load(name: str) -> Callable[[str, str, dict[str, Any]], float]:
+def _load(name: str, options: dict[str, Any]) -> Callable[[str, str, dict[str, Any]], float]:
     module, _, attribute = name.partition(":")
     function = getattr(importlib.import_module(module), attribute)
     if not callable(function):
         raise TypeError(f"{name} is not callable")
-    loaded: Callable[[str, str, dict[str, Any]], float] = function
-    return loaded
+    inspect.signature(function).bind("", "", {}, **options)  # an option that it does not have is told before the run starts
+    return functools.partial(function, **options)
 
 
 def _score(function: Callable[[str, str, dict[str, Any]], float], ask: Ask) -> Answer:
@@ -57,8 +60,9 @@ def main(argv: list[str]) -> int:
     frames, out = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     try:
-        function = _load(argv[1])
-        version = _version(argv[1])
+        options = json.loads(argv[2]) if len(argv) > 2 else {}
+        function = _load(argv[1], options)
+        version = _version(argv[1]) + (f"+{blake3(argv[2].encode()).hexdigest()[:8]}" if options else "")
     except Exception as error:  # noqa: BLE001  importing a user's module may raise anything; the runner reports it
         _write(out, _failed(error))
         return 1

@@ -9,13 +9,14 @@ arguments alone: results are recorded with the function's version, and a resumed
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import selectors
 import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -61,15 +62,19 @@ _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
 class RewardRunner:
-    """`function` is "module:name", called as name(prompt_text, answer_text, meta) -> float. Use as a context manager.
+    """`function` is "module:name", called as name(prompt_text, answer_text, meta, **options) -> float. Use as a context manager.
 
-    `version` names what gives the rewards; unless the user named it, it is the function's name and a hash of its module's file.
+    Its further keyword arguments are `options`. `version` names what gives the rewards; unless the user named it, it is the function's
+    name and a hash of its module's file, and one of the options.
     """
 
-    def __init__(self, function: str, *, timeout_s: float, retries: int, version: str = "") -> None:
+    def __init__(
+        self, function: str, *, timeout_s: float, retries: int, version: str = "", options: Mapping[str, Any] | None = None
+    ) -> None:
         if function.count(":") != 1:
             raise ConfigError(f"reward.function = {function!r} is not a function's name", 'write "module:function"')
         self._function = function
+        self._options = [json.dumps(dict(options), sort_keys=True)] if options else []
         self._named = version
         self.version = version
         self._timeout_s = timeout_s
@@ -110,7 +115,7 @@ class RewardRunner:
     def _start(self) -> None:
         """Start the process and wait until the function is imported. Raises `ConfigError` when it cannot be."""
         for left in reversed(range(self._retries + 1)):
-            argv = [sys.executable, "-m", "trainer.reward_worker", self._function]
+            argv = [sys.executable, "-m", "trainer.reward_worker", self._function, *self._options]
             self._process = process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             try:
                 ready = self._receive(START_DEADLINE_S)

@@ -2,7 +2,8 @@
 
 Owns the outcome of a sample: consumed, filtered (its group says nothing), masked (no usable reward or tokens), each with its reason,
 which quotes neither prompt nor answer: the ledger shows it to people who may see neither.
-Nothing is left out silently (I6). A group's rows depend on the group alone, never on its arrival (I7).
+Nothing is left out silently (I6). Rows depend on the groups of the advantage's scope (the group alone, or the step's), never on their
+arrival (I7).
 """
 
 from __future__ import annotations
@@ -19,9 +20,14 @@ from tokenizers import Tokenizer
 from scavenger import wire
 from scavenger.config import AlgorithmSection, RewardSection
 from scavenger.errors import RewardError, WireError
-from trainer.advantages import group_normalised
+from trainer.algorithms.advantages import Advantages
+from trainer.algorithms.rows import Counted, resolve
+from trainer.algorithms.shaping import overlong_penalty
 from trainer.batching import Row
 from trainer.data import Problem
+
+#: Why an answer that the length limit ended is not trained (`algorithm.on_length = "mask"`).
+ENDED_BY_LENGTH = "ended by the length limit"
 
 
 class Scorer(Protocol):
@@ -45,18 +51,33 @@ class ScoredGroup:
     rewards: tuple[float, ...]  # of the usable samples
     lengths: tuple[int, ...]  # answer tokens of the usable samples
     informative: bool
+    counted: Counted  # in the step's denominator
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A group with (sample, reward, "") of each sample in index order; NaN and the reason where there is no usable reward."""
+
+    group: wire.GroupDone
+    samples: tuple[tuple[wire.DoneSample, float, str], ...]
 
 
 class Scoring:
     """Scores the groups of one run. `say` gets one line for each masked sample."""
 
     def __init__(
-        self, scorer: Scorer, tokenizer: Tokenizer, reward: RewardSection, algorithm: AlgorithmSection, say: Callable[[str], None]
+        self,
+        scorer: Scorer,
+        tokenizer: Tokenizer,
+        reward: RewardSection,
+        algorithm: AlgorithmSection,
+        say: Callable[[str], None],
+        max_tokens: int = 1,
     ) -> None:
         self._scorer = scorer
         self._tokenizer = tokenizer
         self._mask_errors = reward.on_reward_error == "mask"
-        self._algorithm = algorithm
+        self.recipe = resolve(algorithm, max_tokens)
         self._say = say
         self._told: set[str] = set()
 
@@ -103,26 +124,55 @@ class Scoring:
         text: str = self._tokenizer.decode(list(wire.unpack_tokens(tokens)), skip_special_tokens=True)
         return text
 
+    def judge(self, group: wire.GroupDone) -> Judged:
+        """The rewards of one training group, with which advantages can be made."""
+        return Judged(group, tuple(self.rewards(group)))
+
     def score(self, group: wire.GroupDone) -> ScoredGroup:
-        """Rewards, advantages, rows and outcomes of one training group."""
-        scored = self.rewards(group)
-        usable = torch.tensor([not why for _, _, why in scored])
-        values = torch.tensor([0.0 if why else reward for _, reward, why in scored], dtype=torch.float64)
-        found = group_normalised(values, usable, scale_by_std=self._algorithm.scale_by_std)
-        trained = found.informative or (self._algorithm.kl_coef > 0 and bool(usable.any()))
-        outcomes, rows = [], []
-        for (sample, reward, why), advantage in zip(scored, found.values.tolist(), strict=True):
+        """Rewards, advantages, rows and outcomes of one training group, where advantages need no other."""
+        return self.settle([self.judge(group)])[0]
+
+    def settle(self, judged: Sequence[Judged]) -> list[ScoredGroup]:
+        """Advantages, rows and outcomes of the groups of one scope: one group, or all of a step in the order of their prompts."""
+        recipe = self.recipe
+        scope = [(self._shaped(one), torch.tensor([not why for _, _, why in one.samples])) for one in judged]
+        found = recipe.row.advantages(scope, recipe.scale)
+        return [self._scored(one, advantages, usable) for one, advantages, (_, usable) in zip(judged, found, scope, strict=True)]
+
+    def _shaped(self, judged: Judged) -> torch.Tensor:
+        """What advantages are made of: the rewards, lowered near the length limit where the run wants that."""
+        recipe = self.recipe
+        values = []
+        for sample, reward, why in judged.samples:
+            penalty = 0.0
+            if recipe.on_length == "overlong-shape":
+                penalty = overlong_penalty(len(sample.tokens) // 4, recipe.max_tokens, recipe.overlong_buffer_tokens)
+            values.append(0.0 if why else reward + penalty)
+        return torch.tensor(values, dtype=torch.float64)
+
+    def _scored(self, judged: Judged, found: Advantages, usable: torch.Tensor) -> ScoredGroup:
+        group, recipe = judged.group, self.recipe
+        trained = found.informative or (recipe.kl_coef > 0 and bool(usable.any()) and not recipe.dynamic)
+        outcomes, rows, counted = [], [], Counted()
+        for (sample, reward, why), advantage in zip(judged.samples, found.values.tolist(), strict=True):
             if why:
                 outcomes.append(wire.SampleOutcome(sample.sample_id, "masked", math.nan, 0.0, wire.words(why)))
+                continue
+            cut = recipe.on_length == "mask" and sample.finish == "length"
+            replaced = recipe.dynamic and not found.informative
+            if (recipe.row.masked_count or not cut) and not replaced:
+                counted += Counted(1, len(sample.tokens) // 4)
+            if cut:
+                outcomes.append(wire.SampleOutcome(sample.sample_id, "masked", reward, 0.0, ENDED_BY_LENGTH, self.version))
                 continue
             kind = "consumed" if trained else "filtered"
             outcomes.append(wire.SampleOutcome(sample.sample_id, kind, reward, advantage, "" if trained else found.reason, self.version))
             if trained:
                 rows.append(_row(group, sample, advantage))
-        kept = [(sample, reward) for sample, reward, why in scored if not why]
+        kept = [(sample, reward) for sample, reward, why in judged.samples if not why]
         return ScoredGroup(
-            group.group_id, group.prompt_index, tuple(rows), tuple(outcomes),
-            tuple(reward for _, reward in kept), tuple(len(sample.tokens) // 4 for sample, _ in kept), found.informative,
+            group.group_id, group.prompt_index, tuple(rows), tuple(outcomes), tuple(reward for _, reward in kept),
+            tuple(len(sample.tokens) // 4 for sample, _ in kept), found.informative, counted,
         )  # fmt: skip
 
 

@@ -2,7 +2,8 @@
 
 Owns the step's groups between arrival and commit. Micro-steps run in the order in which groups come; what they sum to does not
 depend on it (see `model`). With `updates_per_step` > 1 the first mini-batch streams; the others need logprobs of the step's start
-(proximal), which are computed as their groups come, and are trained when the last has come.
+(proximal), which are computed as their groups come, and are trained when the last has come. Algorithms whose advantages need the
+whole batch ("barrier") do not stream: everything is trained when the last group has come.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -20,11 +21,12 @@ from scavenger import phases, wire
 from scavenger.config import RunConfig
 from scavenger.errors import WireError
 from scavenger.weights.manifest import Manifest
-from trainer.batching import Micro, Row, mini_batch_of, one_per_group, rounds, spread
+from trainer.algorithms.rows import Counted, denominator
+from trainer.batching import Micro, Row, balanced, mini_batch_alone, mini_batch_of, one_per_group, rounds, spread
 from trainer.data import Problem
 from trainer.model import RowStats, learning_rate
 from trainer.ranks import Ranks
-from trainer.scoring import ScoredGroup, Scoring, specs
+from trainer.scoring import Judged, ScoredGroup, Scoring, specs
 
 POLL_S = 0.1
 #: What the daemon says of the window, and what that decides.
@@ -69,21 +71,33 @@ class StepResult:
     phase_log: tuple[str, ...]
 
 
+#: n -> the n problems that follow in the data.
+More = Callable[[int], Sequence[Problem]]
+
+
+def _no_more(count: int) -> Sequence[Problem]:
+    raise ValueError("this step has no data to replace prompts from")
+
+
 @dataclass(slots=True)
 class _Work:
     """One step under way. `stash`: rows of later mini-batches, by mini-batch and group, with their proximal logprobs."""
 
     step: int
+    version: int
+    more: More
     width: int
     mini_batch: dict[int, int]
-    submitted: frozenset[int]
+    submitted: set[int]
     scored: dict[int, ScoredGroup] = field(default_factory=dict)
     tokens: dict[int, int] = field(default_factory=dict)  # of each group that came, prompts included
+    judged: list[Judged] = field(default_factory=list)
     ready: list[ScoredGroup] = field(default_factory=list)
     stash: dict[int, list[list[Row]]] = field(default_factory=dict)
     stats: dict[int, RowStats] = field(default_factory=dict)
     seconds: Seconds = field(default_factory=Seconds)
     grad_norms: list[float] = field(default_factory=list)
+    divisors: dict[int, float] = field(default_factory=dict)
     moves: int = 0
     micro_steps: int = 0
 
@@ -98,12 +112,16 @@ class Stepper:
         self._scoring = scoring
         self._sampling = sampling
         self._has_reserved = config.reserved.workers > 0
+        self._barrier = scoring.recipe.row.streaming == "barrier"
         self.reserved_awake = False
 
-    def step(self, step: int, version: int, problems: Sequence[Problem]) -> StepResult:
-        """Generate with `version`, train, take the optimizer step. The commit is the caller's."""
+    def step(self, step: int, version: int, problems: Sequence[Problem], more: More = _no_more) -> StepResult:
+        """Generate with `version`, train, take the optimizer step. The commit is the caller's.
+
+        `more(n)`: the n problems that follow in the data, for those that are replaced.
+        """
         started = time.monotonic()
-        work = self._submit(step, version, problems)
+        work = self._submit(step, version, problems, more)
         fleet = self._run.fleet
         machine, actions = phases.begin(
             self._plan(problems), harvested=fleet.harvested, reserved_awake=self.reserved_awake, now=time.monotonic(),
@@ -135,16 +153,35 @@ class Stepper:
             round_groups=self._ranks.size,
         )
 
-    def _submit(self, step: int, version: int, problems: Sequence[Problem]) -> _Work:
+    def _submit(self, step: int, version: int, problems: Sequence[Problem], more: More) -> _Work:
+        config = self._config
+        work = _Work(step, version, more, width=config.model.context_length, mini_batch={}, submitted=set())
+        if not self._scoring.recipe.dynamic:
+            work.width = max(len(problem.tokens) for problem in problems) + self._sampling.max_tokens
+            work.mini_batch = mini_batch_of(config.run.seed, step, [one.index for one in problems], config.algorithm.updates_per_step)
+        self._ask(work, problems)
+        return work
+
+    def _ask(self, work: _Work, problems: Sequence[Problem]) -> None:
         config = self._config
         groups = specs(problems, n=config.data.samples_per_prompt, sampling=self._sampling)
-        submitted = self._run.submit(step, version, groups)
-        return _Work(
-            step,
-            width=max(len(problem.tokens) for problem in problems) + self._sampling.max_tokens,
-            mini_batch=mini_batch_of(config.run.seed, step, [problem.index for problem in problems], config.algorithm.updates_per_step),
-            submitted=frozenset(submitted),
-        )
+        work.submitted |= set(self._run.submit(work.step, work.version, groups))
+        for problem in problems:
+            alone = mini_batch_alone(config.run.seed, work.step, problem.index, config.algorithm.updates_per_step)
+            work.mini_batch.setdefault(problem.index, alone)
+
+    def _replace(self, work: _Work, scored: ScoredGroup) -> list[phases.Event]:
+        """Dynamic sampling (DAPO, arXiv 2503.14476, eq. 11): a group that compares nothing is replaced by the data's next prompt.
+
+        So the step takes the shortest stretch of the data that holds as many informative groups as it wants. Which groups are trained
+        follows from the data's order alone: taking the first that complete would favour short answers. None is surplus.
+        """
+        config = self._config
+        most = int(self._scoring.recipe.dynamic_limit * config.data.prompts_per_step)
+        if not self._scoring.recipe.dynamic or scored.informative or len(work.submitted) >= most:
+            return []
+        self._ask(work, work.more(1))
+        return [phases.GroupsAdded(1, config.data.samples_per_prompt)]
 
     def _perform(self, work: _Work, machine: phases.Step, actions: Sequence[phases.Action]) -> deque[phases.Event]:
         events: deque[phases.Event] = deque()
@@ -178,21 +215,33 @@ class Stepper:
         for group in arrived:
             if group.group_id not in work.submitted:
                 raise WireError(f"group {group.group_id} of step {group.step} came while step {work.step} was under way")
-            scored = self._scoring.score(group)
-            work.scored[group.group_id] = scored
             work.tokens[group.group_id] = sum(len(group.prompt) + len(sample.tokens) for sample in group.samples) // 4
             work.moves += sum(sample.moves for sample in group.samples)
-            if scored.rows:
-                work.ready.append(scored)
-            events.append(phases.GroupsCompleted(1, len(group.samples), 0 if scored.rows else 1))
+            trained = self._arrive(work, group)
+            if group.group_id in work.scored:
+                events += self._replace(work, work.scored[group.group_id])
+            events.append(phases.GroupsCompleted(1, len(group.samples), 0 if trained else 1))
         work.seconds.reward += time.monotonic() - after
         return events or [phases.Tick()]
+
+    def _arrive(self, work: _Work, group: wire.GroupDone) -> bool:
+        """Score a group; True when it can be trained at once. Where advantages need the whole batch, it waits for `_settle`."""
+        if self._barrier:
+            work.judged.append(self._scoring.judge(group))
+            return False
+        scored = self._scoring.score(group)
+        work.scored[group.group_id] = scored
+        if scored.rows:
+            work.ready.append(scored)
+        return bool(scored.rows)
 
     # ---------------------------------------------------------------- training
 
     def _rounds(self, work: _Work, groups: Sequence[Sequence[Row]]) -> tuple[tuple[Micro, ...], ...]:
         if self._config.run.deterministic:
             return rounds(one_per_group(groups, width=work.width), self._ranks.size)
+        if self._config.trainer.packing:
+            return balanced(groups, budget=self._config.trainer.micro_batch_tokens, ranks=self._ranks.size)
         return rounds(spread(groups, budget=self._config.trainer.micro_batch_tokens, ranks=self._ranks.size), self._ranks.size)
 
     def _train(self, work: _Work, groups: Sequence[Sequence[Row]]) -> None:
@@ -225,25 +274,40 @@ class Stepper:
             rows = [msgspec.structs.replace(row, proximal=proximal[row.sample_id]) for row in group.rows]
             work.stash.setdefault(work.mini_batch[group.prompt_index], []).append(rows)
 
+    def _settle(self, work: _Work) -> None:
+        """The last group has come: advantages over the whole batch, in the order of the prompts, then the training that waited."""
+        started = time.monotonic()
+        judged = sorted(work.judged, key=lambda one: one.group.prompt_index)
+        scored = self._scoring.settle(judged)
+        work.scored = {group.group_id: group for group in scored}
+        work.ready = [group for group in scored if group.rows]
+        work.seconds.reward += time.monotonic() - started
+        while work.ready:
+            self._train_ready(work, len(work.ready))
+
     def _finish(self, work: _Work, log: tuple[str, ...], started: float) -> StepResult:
-        tokens = denominators(work.scored.values(), work.mini_batch)
+        if self._barrier:
+            self._settle(work)
         informative = {work.mini_batch[group.prompt_index] for group in work.scored.values() if group.rows}
-        rate = learning_rate(self._config.optimizer, work.step)
+        rate = learning_rate(self._config.optimizer, work.step, self._config.run.steps)
         for mini_batch in range(self._config.algorithm.updates_per_step):
             before = time.monotonic()
             self._train(work, work.stash.get(mini_batch, []))
             between = time.monotonic()
             if mini_batch in informative:  # otherwise no answer was better than another: there is no gradient to follow
-                work.grad_norms.append(self._ranks.update(tokens[mini_batch], rate))
+                divisor = self._denominator(work, mini_batch)
+                work.divisors[mini_batch] = divisor
+                work.grad_norms.append(self._ranks.update(divisor, rate))
             work.seconds.train += between - before
             work.seconds.update += time.monotonic() - between
         ordered = sorted(work.scored.values(), key=lambda group: group.prompt_index)
-        metrics = summarise(ordered, work.stats, kl_coef=self._config.algorithm.kl_coef)
+        metrics = summarise(ordered, work.stats, divisor=math.fsum(work.divisors.values()))
         metrics |= {
             "lr": rate,
             "updates": float(len(work.grad_norms)),
             "grad_norm": max(work.grad_norms, default=0.0),
             "moves": float(work.moves),
+            "groups_asked": float(len(work.submitted)),
             "micro_steps": float(work.micro_steps),
             "seconds": time.monotonic() - started,
             "seconds_seed": work.seconds.seed,
@@ -254,21 +318,24 @@ class Stepper:
         }
         return StepResult(tuple(outcome for group in ordered for outcome in group.outcomes), metrics, log)
 
+    def _denominator(self, work: _Work, mini_batch: int) -> float:
+        """The true denominator of a mini-batch, whose every row was trained. Groups filtered for zero variance count, since their gradient
 
-def denominators(groups: Iterable[ScoredGroup], mini_batch: Mapping[int, int]) -> dict[int, int]:
-    """The true denominators: answer tokens of each mini-batch. Groups filtered for zero variance count, since their gradient is known
+        is known to be zero and was merely not computed (so updates shrink as fewer groups have something to say); samples without a
+        reward do not, nor, in some algorithms, tokens that a mask took out.
+        """
+        recipe, counted = self._scoring.recipe, Counted()
+        for group in work.scored.values():
+            if work.mini_batch[group.prompt_index] == mini_batch:
+                counted += group.counted
+                if not recipe.row.masked_count:
+                    stats = [work.stats[row.sample_id] for row in group.rows]
+                    counted += Counted(-sum(row.kept == 0 for row in stats), sum(row.kept - row.tokens for row in stats))
+        return max(denominator(recipe, counted), 1.0)
 
-    to be zero and was merely not computed (so updates shrink as fewer groups have something to say); masked samples do not.
-    """
-    found: dict[int, int] = {}
-    for group in groups:
-        place = mini_batch[group.prompt_index]
-        found[place] = found.get(place, 0) + sum(group.lengths)
-    return found
 
-
-def summarise(groups: Sequence[ScoredGroup], stats: Mapping[int, RowStats], *, kl_coef: float) -> dict[str, float]:
-    """The step's figures; ratios are per trained token, the loss per token. `math.fsum` rounds once, so no order of arrival shows."""
+def summarise(groups: Sequence[ScoredGroup], stats: Mapping[int, RowStats], *, divisor: float) -> dict[str, float]:
+    """The step's figures; ratios are per trained token, the loss per `divisor`. `math.fsum` rounds once, so no order of arrival shows."""
     rewards = [reward for group in groups for reward in group.rewards]
     lengths = [length for group in groups for length in group.lengths]
     rows = list(stats.values())
@@ -276,7 +343,7 @@ def summarise(groups: Sequence[ScoredGroup], stats: Mapping[int, RowStats], *, k
     per_token = 1.0 / trained if trained else 0.0
     return {
         "reward": math.fsum(rewards) / len(rewards) if rewards else 0.0,
-        "loss": math.fsum(row.policy + kl_coef * row.kl for row in rows) / max(tokens, 1),
+        "loss": math.fsum(row.loss for row in rows) / max(divisor, 1.0),
         "tokens": float(tokens),
         "tokens_trained": float(trained),
         "samples": float(len(rewards)),
@@ -288,5 +355,6 @@ def summarise(groups: Sequence[ScoredGroup], stats: Mapping[int, RowStats], *, k
         "clip_fraction": math.fsum(row.clipped for row in rows) * per_token,
         "mismatch_k3": math.fsum(row.mismatch_k3 for row in rows) * per_token,
         "mismatch_max": max((row.mismatch_max for row in rows), default=0.0),
+        "masked_fraction": math.fsum(row.tokens - row.kept for row in rows) * per_token,
         "truncated_fraction": math.fsum(row.truncated for row in rows) * per_token,
     }

@@ -13,26 +13,45 @@ import time
 from pathlib import Path
 
 import msgspec
+from torch.distributed.device_mesh import DeviceMesh
 
 from scavenger.config import AlgorithmSection, OptimizerSection
 from tests.trainer.rows import make_group
 from trainer import checkpoint
-from trainer.batching import one_per_group, rounds
+from trainer.algorithms.rows import resolve
+from trainer.batching import balanced, one_per_group, rounds
 from trainer.comm import Comm, connect, join, leave
 from trainer.model import Learner
 from trainer.ranks import Ranks, serve
 
 GROUPS, WIDTH = 6, 15
+PACKED_OPTIMIZER = OptimizerSection(lr=1e-3, clip_norm=0.5, weight_decay=0.1)
 
 
 def train(ranks: Ranks, seed: int) -> dict[str, object]:
     groups = [make_group(number) for number in range(GROUPS)]
     random.Random(seed).shuffle(groups)
     stats = [one for micros in rounds(one_per_group(groups, width=WIDTH), ranks.size) for one in ranks.train(micros)]
-    norm = ranks.update(sum(one.tokens for one in stats), 1e-3)
+    norm = ranks.update(float(len(stats)), 1e-3)
     manifest, _ = ranks.build_version(1, "float64")
     parts = [msgspec.to_builtins(one) for one in sorted(stats, key=lambda one: one.sample_id)]
     return {"norm": norm, "root": manifest.root.hex(), "stats": parts}
+
+
+def packed_step(comm: Comm, mesh: DeviceMesh, model: str, out: Path) -> dict[str, object]:
+    """One step as a run takes it: packed float32, fused AdamW, GSPO. Rank 0 returns its figures and leaves the weights."""
+    recipe = resolve(AlgorithmSection(name="gspo"), 8)
+    learner = Learner(Path(model), mesh, recipe=recipe, optimizer=PACKED_OPTIMIZER, temperature=1.0, deterministic=False)
+    if comm.rank:
+        serve(comm, learner)
+        return {}
+    ranks = Ranks(comm, learner)
+    stats = [one for micros in balanced([make_group(n) for n in range(GROUPS)], budget=60, ranks=ranks.size) for one in ranks.train(micros)]
+    norm = ranks.update(float(len(stats)), PACKED_OPTIMIZER.lr)
+    _, blob = ranks.build_version(1, "float32")
+    (out / "packed.bin").write_bytes(blob)
+    ranks.stop()
+    return {"norm": norm, "loss": sum(one.loss for one in stats) / len(stats), "samples": len(stats)}
 
 
 def save(ranks: Ranks, out: Path, root: object) -> None:
@@ -60,7 +79,12 @@ def main(model: str, out: str) -> None:
     found: list[dict[str, object]] = []
     for seed in (5, 6):
         learner = Learner(
-            Path(model), mesh, algorithm=AlgorithmSection(), optimizer=OptimizerSection(lr=1e-3), temperature=1.0, deterministic=True
+            Path(model),
+            mesh,
+            recipe=resolve(AlgorithmSection(), 8),
+            optimizer=OptimizerSection(lr=1e-3),
+            temperature=1.0,
+            deterministic=True,
         )
         if comm.rank == 0:
             ranks = Ranks(comm, learner)
@@ -69,10 +93,11 @@ def main(model: str, out: str) -> None:
             ranks.stop()
         else:
             serve(comm, learner)
+    packed = packed_step(comm, mesh, model, Path(out))
     leave()
     idle_cpu_s = idle(comm)
     if comm.rank == 0:
-        (Path(out) / "found.json").write_text(json.dumps({"ranks": comm.size, "steps": found, "idle_cpu_s": idle_cpu_s}))
+        (Path(out) / "found.json").write_text(json.dumps({"ranks": comm.size, "steps": found, "packed": packed, "idle_cpu_s": idle_cpu_s}))
 
 
 if __name__ == "__main__":

@@ -5,14 +5,14 @@ import random
 import pytest
 
 from tests.trainer.rows import make_group
-from trainer.batching import filler, mini_batch_of, one_per_group, pack, rounds, shuffled, spread
+from trainer.batching import balanced, filler, mini_batch_of, one_per_group, pack, rounds, shuffled, spread
 
 
 def test_packing_keeps_every_row_once_and_the_budget() -> None:
     groups = [make_group(number) for number in range(5)]
     micros = pack(groups, budget=40)
     assert sorted(row.sample_id for micro in micros for row in micro.rows) == list(range(20))
-    assert all(micro.padded_tokens <= 40 for micro in micros)
+    assert all(micro.computed_tokens <= 40 for micro in micros)
     assert all(row.tokens <= micro.width for micro in micros for row in micro.rows)
 
 
@@ -28,6 +28,31 @@ def test_packing_does_not_depend_on_the_order_of_arrival() -> None:
 def test_spreading_gives_every_rank_work() -> None:
     assert len(spread([make_group(0), make_group(1)], budget=10_000, ranks=4)) >= 4
     assert spread([], budget=10, ranks=2) == ()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("budget", [20, 60, 10_000])
+def test_packed_rounds_hold_every_row_once_within_the_budget_and_even(ranks: int, budget: int) -> None:
+    groups = [make_group(number) for number in range(9)]
+    made = balanced(groups, budget=budget, ranks=ranks)
+    assert {len(one) for one in made} == {ranks}
+    real = [micro for one in made for micro in one if micro.rows[0].sample_id >= 0]
+    assert sorted(row.sample_id for micro in real for row in micro.rows) == list(range(36))
+    sizes = [micro.computed_tokens for micro in real]
+    assert max(sizes) <= budget
+    assert max(sizes) - min(sizes) <= max(row.tokens for group in groups for row in group)
+    total = sum(row.tokens for group in groups for row in group)
+    assert sum(sizes) == total, "no padding"
+    if budget > total:
+        assert len(made) == 1
+    shuffled_too = balanced(random.Random(1).sample(groups, 9), budget=budget, ranks=ranks)
+    assert made == shuffled_too, "arrival does not matter"
+
+
+def test_a_row_over_the_budget_is_packed_alone() -> None:
+    made = balanced([make_group(0)], budget=3, ranks=2)
+    assert [[len(micro.rows) for micro in one] for one in made] == [[1, 1], [1, 1]]
+    assert balanced([], budget=3, ranks=2) == ()
 
 
 def test_deterministic_micro_batches_are_one_group_at_a_fixed_width() -> None:

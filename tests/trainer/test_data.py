@@ -73,12 +73,11 @@ def test_a_bad_file_is_refused_with_the_line(model_folder: Path, tmp_path: Path,
         Problems(make_config(model_folder, task="jsonl", path=str(path)), open_tokenizer(model_folder))
 
 
-def test_a_prompt_longer_than_the_context_is_refused_by_name(model_folder: Path, tmp_path: Path) -> None:
-    path = tmp_path / "data.jsonl"
-    path.write_text("".join(json.dumps({"prompt": "1" * 17, "answer": ""}) + "\n" for _ in range(5)))
-    problems = Problems(make_config(model_folder, task="jsonl", path=str(path)), open_tokenizer(model_folder))
-    with pytest.raises(ConfigError, match=r"problem 0 has 17 prompt tokens, .* room for 1 to 16"):
-        problems.of_step(1)
+def test_a_prompt_longer_than_the_context_is_refused_by_name(model_folder: Path) -> None:
+    config = make_config(model_folder)
+    tight = config.model_copy(update={"model": config.model.model_copy(update={"context_length": 12})})
+    with pytest.raises(ConfigError, match=r"problem 0 has 7 prompt tokens, .* room for 1 to 4"):
+        Problems(tight, open_tokenizer(model_folder)).of_step(1)
 
 
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:

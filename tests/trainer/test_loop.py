@@ -33,6 +33,7 @@ class Script:
         self.acts: list[tuple[str, int]] = []
         self.told: list[tuple[Sequence[int] | None, list[int]]] = []  # steps that each record said are kept, and those on disk then
         self.out_dir = Path()
+        self.taken: list[tuple[int, int]] = []  # of the data: position and count
         self._die_at = die_at
         self._waiting: list[Any] = []
 
@@ -56,10 +57,12 @@ class Script:
     def held_out(self) -> list[Problem]:
         return [Problem(index=0, text="1", tokens=(1,), meta={})]
 
-    def of_step(self, step: int) -> list[Problem]:
+    def take(self, position: int, count: int) -> list[Problem]:
+        self.taken.append((position, count))
         return []
 
-    def step(self, step: int, *args: Any) -> Any:
+    def step(self, step: int, version: int, problems: Any, more: Any) -> Any:
+        more(step)  # replaces as many prompts as its number
         return SimpleNamespace(metrics={}, outcomes=(), phase_log=())
 
     def submit(self, step: int, version: int, groups: Sequence[wire.GroupSpec], purpose: str) -> tuple[int, ...]:
@@ -97,7 +100,7 @@ def attempt(out_dir: Path, script: Script, monkeypatch: pytest.MonkeyPatch, keep
     )
     monkeypatch.setattr(loop, "Stepper", lambda *args: script)
     path = checkpoint.select(out_dir, "auto")
-    start = loop.Start(checkpoint.read_state(path).step, "01", path) if path else loop.Start()
+    start = loop.Start(checkpoint.read_state(path).step, "01", path, checkpoint.read_state(path).cursor) if path else loop.Start()
     parts: Any = script
     monitor: Any = SimpleNamespace(step=lambda *args: None, evaluation=lambda *args: None)
     source: Any = SimpleNamespace(publish=lambda *args: None)
@@ -161,3 +164,15 @@ def test_the_daemon_takes_an_evaluation_again_after_its_step_was_rewound(committ
     finish_all(bench, W1, bench.leases(W1))
     samples = [sample.id for sample in bench.router.core.groups[again.group_ids[0]].samples]
     assert isinstance(bench.commit_step(1, samples, version=2, outcome="evaluated", purpose="eval"), wire.Ok)
+
+
+def test_the_cursor_counts_replaced_prompts_and_a_resume_goes_on_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, resumed = Script(1, ("train", 4)), Script(2)
+    with pytest.raises(Killed):
+        attempt(tmp_path, whole, monkeypatch)
+    attempt(tmp_path, resumed, monkeypatch)
+    per_step = whole.taken[0][1]
+    assert whole.taken[:4] == [(0, per_step), (per_step, 1), (per_step + 1, per_step), (2 * per_step + 1, 2)]
+    assert checkpoint.read_state(checkpoint.found(tmp_path)[0]).cursor == 2 * per_step + 3
+    assert resumed.taken[0] == (2 * per_step + 3, per_step)
+    assert resumed.taken == whole.taken[4:]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import trainer.__main__ as program
-from scavenger.config import RunConfig
+from scavenger.config import RunConfig, read_run
 from scavenger.errors import ConfigError
 from tests.trainer.test_local import ROOT, write_run
 
@@ -41,6 +41,19 @@ def test_weights_on_loopback_are_refused_where_the_daemon_is_elsewhere(weights: 
 @pytest.mark.parametrize("weights", [{"listen": "0.0.0.0"}, {"listen": "10.0.0.7"}, {"listen": "0.0.0.0", "advertise": "node7-ib"}])
 def test_weights_that_others_can_reach_are_accepted(weights: dict[str, str]) -> None:
     program.check_reach(config(**weights), "login1", "node7")
+
+
+def test_a_run_s_toml_chooses_a_verifier_with_its_options(model_folder: Path, tmp_path: Path) -> None:
+    path = write_run(tmp_path, model_folder, steps=1, out="x")
+    text = path.read_text().replace(
+        '"tests.trainer.test_local:first_digits"', '"trainer.verifiers:regex"\noptions = { pattern = "= *([0-9]+)" }'
+    )
+    path.write_text(text + '[algorithm]\nname = "rloo"\nscale_by_std = true\n')
+    config = read_run(path)
+    with program._runner(config.reward) as runner:
+        assert [runner.score("", said, {"answer": 12}) for said in ("5 = 5, 7 + 5 = 12", "12")] == [1.0, 0.0]
+    with pytest.raises(ConfigError, match="rloo does not divide by a deviation"):
+        program.make_learner(config, program.Solo())
 
 
 def test_other_ranks_outlive_sigterm_until_rank_0_is_gone(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,11 @@ from scavenger.config import AlgorithmSection, OptimizerSection
 from scavenger.errors import ConfigError
 from scavenger.weights import manifest as manifests
 from tests.trainer.rows import make_group
-from trainer import checkpoint, losses, publish
+from trainer import checkpoint, publish
+from trainer.algorithms.rows import resolve
 from trainer.batching import Micro, filler, one_per_group, pack
-from trainer.model import Learner, collate, learning_rate, load_model, quantise_
+from trainer.model import Learner, learning_rate, load_model
+from trainer.sharding import quantise_
 
 F64 = torch.float64
 
@@ -23,7 +25,7 @@ F64 = torch.float64
 def make_learner(folder: Path, mesh: DeviceMesh, *, deterministic: bool = True, **algorithm: Any) -> Learner:
     settings = OptimizerSection(lr=1e-3, clip_norm=1e9)
     return Learner(
-        folder, mesh, algorithm=AlgorithmSection(**algorithm), optimizer=settings, temperature=0.7, deterministic=deterministic
+        folder, mesh, recipe=resolve(AlgorithmSection(**algorithm), 8), optimizer=settings, temperature=0.7, deterministic=deterministic
     )
 
 
@@ -35,11 +37,15 @@ def plain_gradients(folder: Path, micro: Micro) -> dict[str, torch.Tensor]:
     """One big batch through a plain model, with none of the learner's machinery."""
     model = load_model(folder, F64)
     wide_norms(model)
-    batch = collate(micro, F64, torch.device("cpu"))
-    current = losses.token_logprobs(model(input_ids=batch["tokens"][:, :-1]).logits, batch["tokens"][:, 1:], 0.7)
-    loss = losses.policy_loss(
-        current, current.detach(), batch["behaviour"], batch["advantages"], batch["mask"], clip_low=0.2, clip_high=0.2, importance_cap=2.0
-    ).loss
+    loss = torch.zeros((), dtype=F64)
+    for row in micro.rows:
+        text = torch.frombuffer(bytearray(row.prompt + row.answer), dtype=torch.int32).long()
+        first = len(row.prompt) // 4
+        logits = model(input_ids=text[None, :-1]).logits[0, first - 1 :] / 0.7
+        current = logits.log_softmax(-1).gather(-1, text[first:, None])[:, 0]
+        behaviour = torch.frombuffer(bytearray(row.behaviour), dtype=torch.float32).double()
+        weight = (current.detach() - behaviour).exp().clamp(max=2.0)
+        loss = loss - row.advantage * (weight * (current - current.detach()).exp()).mean()
     loss.backward()
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
@@ -169,9 +175,19 @@ def test_only_the_newest_checkpoints_are_kept(model_folder: Path, mesh: DeviceMe
         checkpoint.read_state(tmp_path)
 
 
-def test_the_learning_rate_warms_up_and_stays() -> None:
-    settings = OptimizerSection(lr=1.0, warmup_steps=4)
-    assert [learning_rate(settings, step) for step in (1, 2, 4, 9)] == [0.25, 0.5, 1.0, 1.0]
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [("constant", [0.25, 1.0, 1.0, 1.0]), ("linear", [0.25, 1.0, 0.55, 0.1]), ("cosine", [0.25, 1.0, 0.55, 0.1])],
+)
+def test_the_learning_rate_warms_up_and_follows_its_schedule(schedule: Any, expected: list[float]) -> None:
+    settings = OptimizerSection(lr=1.0, warmup_steps=4, schedule=schedule, final_lr_share=0.1)
+    assert [learning_rate(settings, step, 12) for step in (1, 4, 8, 12)] == pytest.approx(expected)
+
+
+def test_a_cosine_is_slow_at_both_ends() -> None:
+    settings = OptimizerSection(lr=1.0, schedule="cosine")
+    assert learning_rate(settings, 1, 10) > 0.97
+    assert learning_rate(settings, 9, 10) < 0.03
 
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:

@@ -10,14 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from scavenger.config import AlgorithmSection, OptimizerSection
 from scavenger.errors import ConfigError
-from tests.trainer.rank_program import train
+from tests.trainer.rank_program import GROUPS, PACKED_OPTIMIZER, train
+from tests.trainer.rows import make_group
 from trainer import checkpoint, comm, publish
+from trainer.algorithms.rows import resolve
 from trainer.launch import environment
-from trainer.model import Learner
+from trainer.model import Learner, load_model
 from trainer.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,7 +42,9 @@ def found(folder: Path) -> Any:
 
 
 def make_learner(folder: Path, mesh: DeviceMesh) -> Learner:
-    return Learner(folder, mesh, algorithm=AlgorithmSection(), optimizer=OptimizerSection(lr=1e-3), temperature=1.0, deterministic=True)
+    return Learner(
+        folder, mesh, recipe=resolve(AlgorithmSection(), 8), optimizer=OptimizerSection(lr=1e-3), temperature=1.0, deterministic=True
+    )
 
 
 @pytest.mark.mpi
@@ -62,6 +67,36 @@ def test_a_checkpoint_of_two_ranks_resumes_on_one_bit_by_bit(together: Path, mod
     manifest, _ = publish.build_version(1, learner, "float64")
     assert manifest.root.hex() == state.root
     assert learner.updates_taken == 1
+
+
+@pytest.mark.mpi
+def test_two_ranks_take_the_packed_step_of_one_plain_process(together: Path, model_folder: Path) -> None:
+    """Plain: transformers' model, one sample at a time, torch's AdamW. Loss, gradient norm and the weights after the step agree."""
+    model = load_model(model_folder, torch.float32, "eager")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=PACKED_OPTIMIZER.betas, weight_decay=0.1)
+    rows = [row for number in range(GROUPS) for row in make_group(number)]
+    losses = []
+    for row in rows:
+        text = torch.frombuffer(bytearray(row.prompt + row.answer), dtype=torch.int32).long()
+        first = len(row.prompt) // 4
+        logprobs = model(input_ids=text[None, :-1]).logits[0, first - 1 :].log_softmax(-1)
+        current = logprobs.gather(-1, text[first:, None])[:, 0]
+        weight = (current.detach() - torch.frombuffer(bytearray(row.behaviour), dtype=torch.float32)).exp().clamp(max=2.0)
+        losses.append(-(weight * (current - current.detach()).mean().exp() * row.advantage).mean())
+    loss = torch.stack(losses).mean()
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    packed = found(together)["packed"]
+    assert packed["samples"] == len(rows)
+    assert packed["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert packed["norm"] == pytest.approx(norm.item(), rel=1e-5)
+    tensors = ((name, parameter.detach()) for name, parameter in model.named_parameters())
+    _, blob = publish.build_version(1, tensors, "float32")
+    theirs = torch.frombuffer(bytearray((together / "packed.bin").read_bytes()), dtype=torch.float32)
+    ours = torch.frombuffer(bytearray(blob), dtype=torch.float32)
+    # Adam's first step is lr * sign(gradient): where a gradient is rounding, so is its sign.
+    assert ((ours - theirs).abs() < 1e-6).double().mean() > 0.999
 
 
 @pytest.mark.mpi

@@ -106,3 +106,19 @@ def test_a_process_that_is_killed_while_it_starts_is_started_again(tmp_path: Pat
     mark.unlink()
     with pytest.raises(ConfigError, match="ended with status -9"), RewardRunner("struck:good", timeout_s=10.0, retries=0):
         pass
+
+
+@pytest.mark.usefixtures("functions")
+def test_options_are_keywords_part_of_the_version_and_checked_at_the_start() -> None:
+    text = {"field": "answer"}
+    with RewardRunner("trainer.verifiers:exact", timeout_s=5.0, retries=0, options=text) as rewards:
+        assert rewards.score("", " 12 ", {"answer": 12}) == 1.0
+        version = rewards.version
+    with RewardRunner("trainer.verifiers:exact", timeout_s=5.0, retries=0, options=text | {"ignore_case": True}) as rewards:
+        assert rewards.version != version
+        assert rewards.score("", "Yes", {"answer": "yes"}) == 1.0
+    with (
+        pytest.raises(ConfigError, match=r"trainer\.verifiers:exact.*raised TypeError"),
+        RewardRunner("trainer.verifiers:exact", timeout_s=5.0, retries=0, options={"patern": "x"}),
+    ):
+        pass

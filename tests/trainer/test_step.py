@@ -15,6 +15,7 @@ from scavenger.config import RunConfig
 from scavenger.errors import RewardError
 from scavenger.weights.manifest import Manifest
 from trainer import publish
+from trainer.algorithms.rows import resolve
 from trainer.comm import Solo
 from trainer.data import Problems, open_tokenizer
 from trainer.model import Learner
@@ -118,11 +119,11 @@ def play(config: RunConfig, mesh: DeviceMesh, run: RecordedRun, scorer: Any = No
     problems = Problems(config, tokenizer).of_step(1)
     WORTHLESS = problems[2].meta["answer"]
     learner = Learner(
-        config.model.path, mesh, algorithm=config.algorithm, optimizer=config.optimizer, temperature=1.0,
+        config.model.path, mesh, recipe=resolve(config.algorithm, 8), optimizer=config.optimizer, temperature=1.0,
         deterministic=config.run.deterministic,
     )  # fmt: skip
     ranks = Ranks(Solo(), learner)
-    scoring = Scoring(scorer or LengthReward(), tokenizer, config.reward, config.algorithm, lambda line: None)
+    scoring = Scoring(scorer or LengthReward(), tokenizer, config.reward, config.algorithm, lambda line: None, 8)
     result = Stepper(config, run, ranks, scoring, SAMPLING).step(1, 1, problems)
     manifest, _ = publish.build_version(1, learner, "float64")
     return result, manifest.root.hex()

@@ -1,0 +1,148 @@
+"""Data sets as researchers have them: files and folders, conversations, and what is wrong with them told before a run starts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from scavenger.config import RunConfig
+from scavenger.errors import ConfigError
+from trainer.data import Problems, open_tokenizer, stop_tokens
+
+TEMPLATE = (
+    "{% for m in messages %}{{ {'system': '9', 'user': '1', 'assistant': '2'}[m.role] }}{{ m.content }}>{% endfor %}"
+    "{% if add_generation_prompt %}{{ '0' if thinking | default(true) else '00' }}{% endif %}"
+)
+
+
+def config_of(model: Path, path: Path | None, *, problems: int = 1, held_out: Path | None = None, **data: Any) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "run": {"name": "r", "steps": 3, "state_dir": "s", "out_dir": "o"},
+            "model": {"path": model, "context_length": 21},
+            "sampling": {"max_tokens": 8},
+            "data": {"task": "jsonl", "path": path, "prompts_per_step": 4} | data,
+            "eval": {"problems": problems, "path": held_out},
+        }
+    )
+
+
+def problems_of(config: RunConfig, said: list[str] | None = None) -> Problems:
+    return Problems(config, open_tokenizer(config.model.path), [].append if said is None else said.append)
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        parquet.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def chat_folder(model_folder: Path, tmp_path: Path) -> Path:
+    folder = shutil.copytree(model_folder, tmp_path / "chat")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE}))
+    return folder
+
+
+ROWS = [{"question": f"{n:04d}>", "label": n, "level": n % 3} for n in range(9)]
+COLUMNS = {"prompt_field": "question", "answer_field": "label"}
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_a_file_and_a_folder_hold_the_same_problems(model_folder: Path, tmp_path: Path, suffix: str) -> None:
+    whole = write(tmp_path / f"whole.{suffix}", ROWS)
+    write(tmp_path / f"parts/data/train-0.{suffix}", ROWS[:5])
+    write(tmp_path / f"parts/data/train-1.{suffix}", ROWS[5:])
+    one, other = (problems_of(config_of(model_folder, path, task=suffix, **COLUMNS)) for path in (whole, tmp_path / "parts"))
+    assert one.take(0, 20) == other.take(0, 20)
+    named = problems_of(config_of(model_folder, tmp_path / f"parts/data/train-*.{suffix}", task=suffix, **COLUMNS))
+    assert named.take(0, 20) == one.take(0, 20)
+    assert one.held_out() == other.held_out()
+    first = one.take(0, 1)[0]
+    assert first.meta.keys() == {"answer", "level", "row"}
+    assert first.meta["answer"] == int(first.text[:4])
+
+
+def test_held_out_problems_may_come_from_a_file_of_their_own(model_folder: Path, tmp_path: Path) -> None:
+    path, other = (
+        write(tmp_path / "a.jsonl", ROWS),
+        write(tmp_path / "b.jsonl", [{"question": "7>", "label": 7}, {"question": "8>", "label": 8}]),
+    )
+    problems = problems_of(config_of(model_folder, path, problems=2, held_out=other, **COLUMNS))
+    assert sorted(problem.text for problem in problems.held_out()) == ["7>", "8>"]
+    assert {problem.meta["row"] for problem in problems.take(0, 9)} == set(range(9)), "every row of data.path is trained on"
+    with pytest.raises(ConfigError, match=r"eval\.path has 2 rows, eval\.problems = 3"):
+        problems_of(config_of(model_folder, path, problems=3, held_out=other, **COLUMNS))
+
+
+def test_prompts_are_rendered_with_the_model_s_chat_template(chat_folder: Path, tmp_path: Path) -> None:
+    talk = [{"role": "user", "content": "3"}, {"role": "assistant", "content": "4"}, {"role": "user", "content": "5"}]
+    path = write(tmp_path / "a.jsonl", [{"prompt": "7", "answer": 0}, {"prompt": talk, "answer": 1}])
+
+    def texts(**data: Any) -> list[str]:
+        found = problems_of(config_of(chat_folder, path, problems=0, chat=True, **data)).take(0, 2)
+        return [problem.text for problem in sorted(found, key=lambda one: one.meta["answer"])]
+
+    assert texts() == ["17>0", "13>24>15>0"]
+    assert texts(system="6") == ["96>17>0", "96>13>24>15>0"]
+    assert texts(chat_options={"thinking": False}) == ["17>00", "13>24>15>00"]
+
+
+def test_chat_is_refused_where_it_cannot_be(model_folder: Path, tmp_path: Path) -> None:
+    talk = write(tmp_path / "a.jsonl", [{"prompt": [{"role": "user", "content": "3"}], "answer": 1}])
+    with pytest.raises(ConfigError, match=r"data\.chat is false"):
+        problems_of(config_of(model_folder, talk))
+    with pytest.raises(ConfigError, match="has no chat template"):
+        problems_of(config_of(model_folder, talk, chat=True))
+
+
+@pytest.mark.parametrize(
+    ("rows", "data", "why"),
+    [
+        ([{"question": "1", "answer": 1}], {}, r"a\.jsonl:1: no 'prompt'; there is 'question', 'answer'"),
+        ([{"prompt": "1", "gold": 1}], {"answer_field": "label"}, "no 'label'"),
+        ([{"prompt": 5, "answer": 1}], {}, "neither text nor a conversation"),
+        ([{"prompt": [{"content": "1"}], "answer": 1}], {}, "neither text nor a conversation"),
+    ],
+)
+def test_a_wrong_column_is_told_with_its_row(model_folder: Path, tmp_path: Path, rows: Any, data: Any, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        problems_of(config_of(model_folder, write(tmp_path / "a.jsonl", rows), **data))
+
+
+def test_what_is_no_data_set_is_refused(model_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"holds no \*\.parquet"):
+        problems_of(config_of(model_folder, tmp_path / "empty", task="parquet"))
+    with pytest.raises(ConfigError, match="holds no"):
+        problems_of(config_of(model_folder, tmp_path / "train-*.parquet", task="parquet"))
+    with pytest.raises(ConfigError, match="give a Parquet file"):
+        problems_of(config_of(model_folder, write(tmp_path / "a.jsonl", ROWS), task="parquet"))
+    with pytest.raises(ConfigError, match="metadata travels as JSON"):
+        problems_of(config_of(model_folder, write(tmp_path / "a.parquet", [{"prompt": "1", "answer": 1, "image": b"x"}]), task="parquet"))
+
+
+def test_overlong_prompts_are_all_reported_before_the_start(model_folder: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": "1" * (14 if n in (2, 5) else 3), "answer": n} for n in range(8)])
+    with pytest.raises(ConfigError, match=r"2 of 8 prompts do not have 1 to 13 tokens: row 2 has 14, row 5 has 14\n"):
+        problems_of(config_of(model_folder, path))
+    said: list[str] = []
+    problems = problems_of(config_of(model_folder, path, problems=0, on_overlong="drop"), said)
+    assert [line.endswith("they are left out") for line in said] == [True]
+    assert {problem.meta["row"] for problem in problems.take(0, 6)} == set(range(8)) - {2, 5}
+
+
+def test_every_end_that_the_generation_config_names_ends_an_answer(model_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "m")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 7]}))
+    assert stop_tokens(folder, ()) == (1, 7)

@@ -1,0 +1,75 @@
+"""A policy of one table (the next token's logits given the last token), and ranks that train it: the stepper's whole way without a network.
+
+`ToyRanks` stands in for `trainer.ranks.Ranks`: each rank sums the gradients of its own micro-batches, and the sums are added at the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from trainer.algorithms.loss import Tokens, policy_loss, token_logprobs
+from trainer.algorithms.rows import Recipe
+from trainer.batching import Micro
+from trainer.collate import Batch, packed, padded
+from trainer.model import RowStats
+
+VOCABULARY = 16
+
+
+def table(seed: int) -> Tensor:
+    return torch.randn(VOCABULARY, VOCABULARY, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def laid_out(micro: Micro) -> Batch:
+    return (padded if micro.width else packed)(micro, torch.float64)
+
+
+class ToyRanks:
+    updates_taken = 0
+
+    def __init__(self, size: int, recipe: Recipe) -> None:
+        self.size = size
+        self.weights = table(0)
+        self.reference = table(1)
+        self.gradients: list[Tensor] = []
+        self._recipe = recipe
+        self._sums = [torch.zeros_like(self.weights) for _ in range(size)]
+
+    def _logprobs(self, weights: Tensor, batch: Batch) -> Tensor:
+        return token_logprobs(weights[batch.inputs.flatten()[batch.at]], batch.targets, 1.0)
+
+    def train(self, one_round: Sequence[Micro]) -> list[RowStats]:
+        assert len(one_round) == self.size
+        found = []
+        for rank, micro in enumerate(one_round):
+            batch, weights = laid_out(micro), self.weights.clone().requires_grad_()
+            current = self._logprobs(weights, batch)
+            proximal = current.detach() if batch.proximal is None else batch.proximal
+            reference = self._logprobs(self.reference, batch)
+            terms = policy_loss(Tokens(current, proximal, batch.behaviour, batch.row, batch.advantages, reference), self._recipe)
+            terms.loss.backward()
+            assert weights.grad is not None
+            self._sums[rank] += weights.grad
+            parts = (terms.losses, terms.kl, terms.clipped, terms.mismatch_k3, terms.mismatch_max, terms.truncated)
+            for place, row in enumerate(micro.rows):
+                if row.sample_id >= 0:
+                    values = [float(part[place]) for part in parts]
+                    found.append(RowStats(row.sample_id, int(terms.tokens[place]), int(terms.kept[place]), *values))
+        return found
+
+    def proximal(self, one_round: Sequence[Micro]) -> dict[int, bytes]:
+        found = {}
+        for micro in one_round:
+            batch = laid_out(micro)
+            answers = self._logprobs(self.weights, batch).split([len(row.answer) // 4 for row in micro.rows])
+            found |= {row.sample_id: one.numpy().tobytes() for row, one in zip(micro.rows, answers, strict=True) if row.sample_id >= 0}
+        return found
+
+    def update(self, denominator: float, lr: float) -> float:
+        self.gradients.append(torch.stack(self._sums).sum(0) / denominator)
+        self.weights = self.weights - lr * self.gradients[-1]
+        self._sums = [torch.zeros_like(self.weights) for _ in range(self.size)]
+        return float(self.gradients[-1].norm())

@@ -1,0 +1,1 @@
+"""The field's policy-gradient algorithms. `rows` declares each one; the other modules are the pure functions that rows are made of."""

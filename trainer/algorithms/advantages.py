@@ -1,0 +1,99 @@
+"""Advantages from rewards. Pure functions over tensors; knows no model, batch or rank.
+
+A function takes the groups of a scope and returns one `Advantages` a group. Scope "group": each group is computed from itself alone, so
+a step may stream (I7). Scope "batch": all groups of the step are needed, in the order of their prompts, so training waits for the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+#: Below this standard deviation rewards are equal: they say nothing about which answer is better.
+MIN_STD = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Advantages:
+    """`values` [n] float64, 0 for unusable samples. `informative` is False when no sample is better than another."""
+
+    values: Tensor
+    informative: bool
+    reason: str
+
+
+#: (rewards [n] float64, usable [n] bool) of one group each -> one `Advantages` a group.
+Groups = Sequence[tuple[Tensor, Tensor]]
+Scope = Callable[[Groups, bool], list[Advantages]]
+
+
+def grpo(rewards: Tensor, usable: Tensor, scale: bool) -> Advantages:
+    """GRPO (Shao et al., arXiv 2402.03300, §4.1.2): A_i = (r_i - mean(r)) / std(r), over the usable samples of one group.
+
+    rewards: [n] float64; usable: [n] bool (False: gets 0 and does not count). `scale=False` leaves the division out (Dr. GRPO, Liu et al.,
+    arXiv 2503.20783, eq. 3). std is the sample deviation (n - 1), as GRPO's authors use.
+    """
+    kept, deviation, why = _compared(rewards, usable)
+    if why:
+        return Advantages(torch.zeros_like(rewards, dtype=torch.float64), False, why)
+    centred = kept - kept.mean()
+    return _placed(centred / deviation if scale else centred, usable)
+
+
+def leave_one_out(rewards: Tensor, usable: Tensor, scale: bool) -> Advantages:
+    """RLOO (Ahmadian et al., arXiv 2402.14740, eq. 6): A_i = r_i - mean of the others' rewards. `scale` must be False."""
+    if scale:
+        raise ValueError("leave-one-out advantages are not divided by a deviation")
+    kept, _, why = _compared(rewards, usable)
+    if why:
+        return Advantages(torch.zeros_like(rewards, dtype=torch.float64), False, why)
+    count = len(kept)
+    return _placed(kept - (kept.sum() - kept) / (count - 1), usable)
+
+
+def batch_normalised(groups: Groups, scale: bool) -> list[Advantages]:
+    """REINFORCE++ (Hu et al., arXiv 2501.03262, eq. 8): A_i = (r_i - mean(r)) / std(r) over all usable samples of the step."""
+    return _over_batch([rewards.to(torch.float64) for rewards, _ in groups], [usable for _, usable in groups], scale)
+
+
+def batch_normalised_over_baseline(groups: Groups, scale: bool) -> list[Advantages]:
+    """REINFORCE++-baseline (Hu et al., arXiv 2501.03262, §"w/ baseline"): minus the group's mean, then normalised over the batch."""
+    centred = []
+    for rewards, usable in groups:
+        kept = rewards[usable].to(torch.float64)
+        centred.append(rewards.to(torch.float64) - (kept.mean() if len(kept) else 0.0))
+    return _over_batch(centred, [usable for _, usable in groups], scale)
+
+
+def each(function: Callable[[Tensor, Tensor, bool], Advantages]) -> Scope:
+    """Scope "group": every group by itself."""
+    return lambda groups, scale: [function(rewards, usable, scale) for rewards, usable in groups]
+
+
+def _compared(rewards: Tensor, usable: Tensor) -> tuple[Tensor, float, str]:
+    """Usable rewards of a group, their deviation, and why they compare nothing ("" = they do)."""
+    kept = rewards[usable].to(torch.float64)
+    if len(kept) < 2:
+        return kept, 0.0, f"{len(kept)} usable sample(s): nothing to compare"
+    deviation = float(kept.std(unbiased=True))
+    return kept, deviation, f"zero variance: every reward is {float(kept[0]):g}" if deviation < MIN_STD else ""
+
+
+def _placed(found: Tensor, usable: Tensor) -> Advantages:
+    values = torch.zeros(len(usable), dtype=torch.float64)
+    values[usable] = found
+    return Advantages(values, True, "informative")
+
+
+def _over_batch(values: Sequence[Tensor], usable: Sequence[Tensor], scale: bool) -> list[Advantages]:
+    """Normalise over the batch. The values are sorted before they are summed, so that no order of groups shows in the last bit."""
+    kept = torch.cat([value[mask] for value, mask in zip(values, usable, strict=True)]).sort().values
+    deviation = float(kept.std(unbiased=True)) if len(kept) > 1 else 0.0
+    if deviation < MIN_STD:
+        why = f"zero variance over the batch of {len(kept)} usable sample(s)"
+        return [Advantages(torch.zeros_like(value), False, why) for value in values]
+    mean = kept.mean()
+    return [_placed((value[mask] - mean) / (deviation if scale else 1.0), mask) for value, mask in zip(values, usable, strict=True)]

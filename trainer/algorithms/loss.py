@@ -1,0 +1,112 @@
+"""The policy loss of some samples, as sums. Pure functions over tensors; knows no model, no rank and no optimizer.
+
+Three logprobs of each sampled token are kept apart (all [N], flat, under the sampling temperature):
+
+    behaviour   recorded by the engine when the token was drawn; never recomputed
+    proximal    the trainer's own, with the weights at the step's start; with one update a step, `current` detached
+    current     the trainer's own, with gradients
+
+The policy ratio is current/proximal; the correction of the engine's numerics is proximal/behaviour, detached. Clipping current/behaviour
+instead would drop gradients for mere rounding in the engine.
+
+Losses are *sums*: the denominator is known only when the step's last group has come, and is applied then (I7).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trainer.algorithms import kl, mismatch
+from trainer.algorithms.rows import Recipe
+from trainer.algorithms.surrogates import per_row
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The answer tokens of `len(advantages)` samples, flat. `row` [N] int64: the sample of each. `reference`: None without KL."""
+
+    current: Tensor
+    proximal: Tensor
+    behaviour: Tensor
+    row: Tensor
+    advantages: Tensor
+    reference: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """`loss` [] with gradients, the sum of `losses`. The rest are detached sums over each sample's tokens: [B]."""
+
+    loss: Tensor
+    tokens: Tensor
+    kept: Tensor
+    losses: Tensor
+    kl: Tensor
+    clipped: Tensor
+    mismatch_k3: Tensor
+    mismatch_max: Tensor
+    truncated: Tensor
+
+
+def policy_loss(tokens: Tokens, recipe: Recipe) -> Terms:
+    """sum over tokens of v * (w * surrogate + kl_coef * kl): w corrects the engine, v is what the aggregation gives a token.
+
+    Raises `ValueError` when the recipe has a KL term and `tokens` no reference.
+    """
+    rows, row = len(tokens.advantages), tokens.row
+    ones = torch.ones_like(tokens.behaviour)
+    ratio = mismatch.log_ratio(tokens.proximal, tokens.behaviour, row, rows, recipe.importance_level)
+    weight, kept = ones, ones
+    if recipe.importance == "truncate":
+        weight, kept = mismatch.truncated(ratio, recipe.importance_cap)
+    elif recipe.importance == "mask":
+        weight, kept = mismatch.masked(ratio, recipe.importance_floor, recipe.importance_cap)
+    surrogate, held = recipe.row.surrogate(tokens.current, tokens.proximal, tokens.advantages, row, recipe.clip_low, recipe.clip_high)
+    share = token_share(recipe, kept, row, rows)
+    divergence = _divergence(tokens, recipe) * kept
+    losses = share * (weight * surrogate + recipe.kl_coef * divergence)
+    difference = (tokens.proximal - tokens.behaviour).detach()
+
+    def summed(values: Tensor) -> Tensor:
+        return per_row(values.detach().to(difference.dtype), row, rows)
+
+    beyond = ratio > torch.log(torch.tensor(recipe.importance_cap, dtype=ratio.dtype))
+    largest = torch.zeros(rows, dtype=difference.dtype, device=difference.device)
+    return Terms(
+        loss=losses.sum(),
+        tokens=summed(ones),
+        kept=summed(kept),
+        losses=summed(losses),
+        kl=summed(divergence),
+        clipped=summed(held),
+        mismatch_k3=summed(torch.exp(difference) - difference - 1.0),
+        mismatch_max=largest.scatter_reduce(0, row, difference.abs(), "amax"),
+        truncated=summed(beyond if recipe.importance == "truncate" else 1.0 - kept),
+    )
+
+
+def token_share(recipe: Recipe, kept: Tensor, row: Tensor, rows: int) -> Tensor:
+    """What the aggregation gives a token before the step's denominator: 1 / |o_i| for "sequence", else 1. [N]"""
+    if recipe.aggregation != "sequence":
+        return torch.ones_like(kept)
+    counted = torch.ones_like(kept) if recipe.row.masked_count else kept
+    return 1.0 / per_row(counted, row, rows).clamp(min=1.0)[row]
+
+
+def _divergence(tokens: Tokens, recipe: Recipe) -> Tensor:
+    if recipe.kl_coef == 0:
+        return torch.zeros_like(tokens.behaviour)
+    reference = tokens.proximal if recipe.kl_reference == "proximal" else tokens.reference
+    if reference is None:
+        raise ValueError("kl_coef > 0 needs the reference model's logprobs")
+    return kl.ESTIMATORS[recipe.kl_estimator](tokens.current, reference)
+
+
+def token_logprobs(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    """log softmax(logits / temperature) at the targets. logits: [..., V]; targets: [...] int64. Returns [...]."""
+    scaled = logits if temperature == 1.0 else logits / temperature
+    picked = scaled.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+    return picked - torch.logsumexp(scaled, dim=-1)

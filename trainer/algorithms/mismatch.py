@@ -1,0 +1,44 @@
+"""Correction of what engine and trainer make different of the same weights: weights and masks of proximal/behaviour. Pure, flat tensors.
+
+The behaviour logprobs were recorded by the engine when the token was drawn. Everything here is detached: it weighs gradients and has none.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from trainer.algorithms.surrogates import per_row
+
+
+def log_ratio(proximal: Tensor, behaviour: Tensor, row: Tensor, rows: int, level: str) -> Tensor:
+    """log(pi_proximal / pi_behaviour) [N] of the token ("token"), its whole sample ("sequence": the product over its tokens), or the
+
+    geometric mean over its sample ("geometric"). Sequence: unbiased and of high variance; the others bound it.
+    """
+    difference = (proximal - behaviour).detach()
+    if level == "token":
+        return difference
+    total = per_row(difference, row, rows)
+    if level == "geometric":
+        total = total / per_row(torch.ones_like(difference), row, rows).clamp(min=1.0)
+    return total[row]
+
+
+def truncated(ratio: Tensor, cap: float) -> tuple[Tensor, Tensor]:
+    """Truncated importance sampling (Espeholt et al., arXiv 1802.01561, eq. 1; Yao et al. 2025, "Your efficient RL framework secretly
+
+    brings you off-policy RL training"): min(ratio, cap). `ratio`: log, [N]. Returns weights and kept tokens (all).
+    """
+    return torch.exp(ratio).clamp(max=cap), torch.ones_like(ratio)
+
+
+def masked(ratio: Tensor, floor: float, cap: float) -> tuple[Tensor, Tensor]:
+    """Masked importance sampling (IcePop, Ling team, arXiv 2510.18855, eq. 3): ratio where floor <= ratio <= cap, else nothing.
+
+    `ratio`: log, [N]; of whole samples, it is the sequence mask of Liu et al. 2025, "When speed kills stability". Returns weights and
+    kept tokens, 0 or 1.
+    """
+    weight = torch.exp(ratio)
+    kept = ((weight >= floor) & (weight <= cap)).to(ratio.dtype)
+    return weight * kept, kept

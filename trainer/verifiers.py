@@ -1,0 +1,57 @@
+"""Reward functions that come with the trainer: `[reward] function = "trainer.verifiers:math"`, with `[reward.options]` as keywords.
+
+Called in the reward's own process, which is killed at its deadline: an answer that sends a solver or a pattern off for hours costs
+`reward.timeout_s`. Knows no torch, so that the process starts at once. A problem whose own answer cannot be read is an error, not a 0.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from typing import Any
+
+#: GSM8K's way to end a worked solution.
+FINAL = "####"
+
+
+def exact(prompt: str, answer: str, meta: dict[str, Any], *, field: str = "answer", ignore_case: bool = False) -> float:
+    """1 if the answer is the problem's `field`, blanks at both ends aside."""
+    said, wanted = answer.strip(), str(meta[field]).strip()
+    return float(said.casefold() == wanted.casefold() if ignore_case else said == wanted)
+
+
+def regex(prompt: str, answer: str, meta: dict[str, Any], *, pattern: str, field: str = "answer") -> float:
+    """1 if the last match of `pattern` (its first group, if it has one) is the problem's `field`, blanks aside."""
+    matches = list(_compiled(pattern).finditer(answer))
+    if not matches:
+        return 0.0
+    said = matches[-1][1] if matches[-1].re.groups else matches[-1][0]
+    return float((said or "").strip() == str(meta[field]).strip())
+
+
+def math(prompt: str, answer: str, meta: dict[str, Any], *, field: str = "answer") -> float:
+    """1 if math-verify finds the answer equal to the problem's `field`: LaTeX or plain; of a worked solution, what follows `####`.
+
+    Raises `ValueError` when the problem's own answer cannot be read.
+    """
+    parse, verify = _math_verify()
+    text = str(meta[field]).rpartition(FINAL)[2].strip()
+    gold = parse(f"\\boxed{{{text}}}", parsing_timeout=None) or parse(text, parsing_timeout=None)
+    if not gold:
+        raise ValueError(f"the problem's {field} is not mathematics")
+    return float(verify(gold, parse(answer, parsing_timeout=None), timeout_seconds=None))
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(pattern: str) -> re.Pattern[str]:
+    return re.compile(pattern)
+
+
+@functools.lru_cache(maxsize=1)
+def _math_verify() -> tuple[Any, Any]:
+    """math-verify without its own alarms: the process has a deadline, and a killed one leaves nothing half done."""
+    from math_verify import parse, verify
+
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+    return parse, verify
