@@ -136,8 +136,8 @@ class Loop:
         self._stepper.set_reserved(True)
         sampling = self._sampling
         modes = {
-            "sampled": wire.Sampling(sampling.max_tokens, 1.0, 1.0, 0, sampling.stop_token_ids),
-            "greedy": wire.Sampling(sampling.max_tokens, 0.0, 1.0, 0, sampling.stop_token_ids),
+            "sampled": wire.Sampling(sampling.max_tokens, 1.0, 1.0, 0, sampling.stop_token_ids, stop=sampling.stop),
+            "greedy": wire.Sampling(sampling.max_tokens, 0.0, 1.0, 0, sampling.stop_token_ids, stop=sampling.stop),
         }
         groups = []
         for place, (mode, how) in enumerate(modes.items()):

@@ -1,9 +1,9 @@
 """A checksum of weights that survives how an engine stores them: fused, sliced over ranks, padded with zeros or packed for a kernel.
 
-It is the sum, mod 2^64, of a hash of each element's bits, with zero hashing to zero. The elements of a fused tensor are those of its parts,
-those of all ranks' slices are the tensor's, and padding adds nothing; so what the manifest names and what sits in the engine compare without
-knowing the engine's layout. Blind to permutations inside one tensor, which no loader makes by accident in one tensor alone: everything
-else (a stale, missing, doubled, cut or altered element) changes it. Knows torch; knows no engine.
+It is the sum, mod 2^64, of a hash of each element's bits, with zero hashing to zero. The elements of a fused tensor are those of its
+parts, those of all ranks' slices are the tensor's, and padding adds nothing; so what the manifest names and what sits in the engine compare
+without knowing the engine's layout. Blind to permutations inside one tensor, which no loader makes by accident in one tensor alone:
+everything else (a stale, missing, doubled, cut or altered element) changes it. Knows torch; knows no engine.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def faults(
 ) -> list[str]:
     """What does not hold of an engine's parameters, in words; empty when each holds exactly what was published for it.
 
-    `tied`: a name -> the one under which its tensor was published. `ranks`: by parameter, what each tensor-parallel rank holds. A rank holds its slice, or the whole (norms), or, of a model with fewer
-    key-value heads than ranks, a head that others hold too.
+    `tied`: a name -> the one under which its tensor was published. `ranks`: by parameter, what each tensor-parallel rank holds. A rank
+    holds its slice, or the whole (norms), or, of a model with fewer key-value heads than ranks, a head that others hold too.
     """
     said: list[str] = []
     used: set[str] = set()

@@ -190,7 +190,9 @@ class Decoder:
     def _sample(self, logits: Tensor, first: int) -> tuple[list[Delta], list[int]]:
         """Draw for the rows from `first` on; returns their deltas and the rows that ended."""
         rows = self._rows[first:]
-        drawn = draw(logits, [row.request.sampling for row in rows], [row.draws.uniform(row.position) for row in rows])
+        positions = [row.position for row in rows]
+        uniforms = [row.draws.uniform(position) for row, position in zip(rows, positions, strict=True)]
+        drawn = draw(logits, [row.request.sampling for row in rows], uniforms, positions)
         deltas, ended = [], []
         for i, row in enumerate(rows):
             handle, token = row.request.handle, drawn.tokens[i]

@@ -1,7 +1,7 @@
 """How a vLLM engine is started: its arguments from the run's engine spec, its environment, its private folder.
 
-Owns what of vLLM's many settings we set, and why. Must not start anything: `vllm` does. The arguments are pure; vLLM itself is imported by the
-caller, after `prepare_environment`.
+Owns what of vLLM's many settings we set, and why. Must not start anything: `vllm` does. The arguments are pure; vLLM itself is imported
+by the caller, after `prepare_environment`.
 """
 
 from __future__ import annotations
