@@ -23,16 +23,21 @@ _OTHER = 0xC2B2AE3D27D4EB4F - (1 << 64)
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """Of one tensor, or of parts of it: the checksum and how many elements it covers."""
+    """Of one tensor, or of parts of it: the checksum, how many elements it covers, and whether each is a number. `value` says nothing where
+    one is not: a kernel that is asked for its weights answers with NaN for more elements than those that are."""
 
     value: int
     numel: int
+    finite: bool = True
 
     def __add__(self, other: Sum) -> Sum:
-        return Sum((self.value + other.value) & MASK, self.numel + other.numel)
+        return Sum((self.value + other.value) & MASK, self.numel + other.numel, self.finite and other.finite)
 
     def times(self, copies: int) -> Sum:
-        return Sum(self.value * copies & MASK, self.numel * copies)
+        return Sum(self.value * copies & MASK, self.numel * copies, self.finite)
+
+    def agrees(self, other: Sum) -> bool:
+        return self.finite == other.finite and (self.value == other.value or not self.finite)
 
 
 NOTHING = Sum(0, 0)
@@ -44,14 +49,15 @@ def total(parts: Iterable[Sum]) -> Sum:
 
 def checksum(tensor: Tensor) -> Sum:
     """The checksum of a tensor of any shape, device and floating dtype. -0.0 counts as 0.0."""
-    value = 0
+    value, finite = 0, True
     flat = tensor.detach().reshape(-1)
     for part in flat.split(_SLICE):
+        finite = finite and bool(torch.isfinite(part).all())
         bits = (part + 0.0).view(_BITS[part.element_size()]).to(torch.int64)
         mixed = bits * _ODD  # wraps, as all arithmetic on int64 does
         mixed = (mixed ^ (mixed >> 29)) * _OTHER
         value += int((mixed ^ (mixed >> 32)).sum())
-    return Sum(value & MASK, flat.numel())
+    return Sum(value & MASK, flat.numel(), finite)
 
 
 def sources(parameter: str, published: Iterable[str], packed: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
@@ -91,7 +97,7 @@ def faults(
             expected = whole.times(len(ranks))
         else:
             expected = total(published[name].times(_copies(name, len(ranks), kv_heads)) for name in names)
-        if total(rank[parameter] for rank in ranks).value != expected.value:
+        if not total(rank[parameter] for rank in ranks).agrees(expected):
             said.append(f"{parameter} does not hold {' + '.join(names)}")
     return said + [f"{name} is held by no parameter" for name in sorted(published.keys() - used)]
 

@@ -272,7 +272,7 @@ def _died(error: BaseException) -> EngineError:
 
 
 def _sums(answer: dict[str, Any]) -> dict[str, Sum]:
-    return {name: Sum(int(value, 16), numel) for name, (value, numel) in answer.items()}
+    return {name: Sum(int(value, 16), numel, finite) for name, (value, numel, finite) in answer.items()}
 
 
 def _params(request: Request) -> Any:

@@ -25,7 +25,8 @@ PARENT = "SCAVENGER_ENGINE_PARENT"  # process id of the worker that started the 
 PROBE_ROWS = 512
 
 Row = tuple[str, str, Sequence[int], int, int]  # name, dtype, shape, offset, nbytes
-Sums = dict[str, tuple[str, int]]  # name -> checksum in hexadecimal (it exceeds what msgpack takes for an integer), elements
+Told = tuple[str, int, bool]  # a checksum's value in hexadecimal, its elements, whether all are numbers
+Sums = dict[str, Told]  # by name
 
 
 def live_and_die_with(parent: int) -> None:
@@ -118,19 +119,19 @@ def _repack_embeddings(model: nn.Module) -> None:
 
 def held(model: nn.Module) -> Sums:
     """The checksum of every parameter, read back from where the forward pass reads it."""
-    found: Sums = {name: _told(checksum(value)) for name, value in model.named_parameters() if value.numel()}
+    found = {name: checksum(value) for name, value in model.named_parameters() if value.numel()}
     for name, module in model.named_modules():
         packed = getattr(module, "cpu_linear", None)
         if packed is None:
             continue
-        read = _read_back(packed, module)
-        kept = found.setdefault(f"{name}.weight", read)
-        if kept != read and int(kept[1]) == int(read[1]):
-            found[f"{name}.weight"] = ("0", 0)  # the copy that computes is not the one that was loaded
-    return found
+        read, kept = _read_back(packed, module), found.get(f"{name}.weight")
+        if kept is not None and not kept.agrees(read):
+            read = Sum(0, 0)  # the copy that computes is not the one that was loaded
+        found[f"{name}.weight"] = read
+    return {name: _told(value) for name, value in found.items()}
 
 
-def _read_back(linear: Callable[..., Tensor], module: Any) -> tuple[str, int]:
+def _read_back(linear: Callable[..., Tensor], module: Any) -> Sum:
     """vLLM's CPU kernels keep a weight in a layout of their own: its rows are what a linear layer answers to unit vectors, exactly."""
     width = int(getattr(module, "input_size_per_partition", 0) or module.weight.shape[1])
     whole = Sum(0, 0)
@@ -139,11 +140,11 @@ def _read_back(linear: Callable[..., Tensor], module: Any) -> tuple[str, int]:
         units = torch.zeros(rows, width, dtype=module.weight.dtype)
         units[torch.arange(rows), torch.arange(start, start + rows)] = 1.0
         whole += checksum(linear(units, module.weight, None))
-    return _told(whole)
+    return whole
 
 
-def _told(found: Sum) -> tuple[str, int]:
-    return f"{found.value:x}", found.numel
+def _told(found: Sum) -> Told:
+    return f"{found.value:x}", found.numel, found.finite
 
 
 def _with_raw_logprobs(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -58,7 +58,7 @@ class Vllm(Reference):
         super().__init__()
         self._runner = asyncio.Runner()
         self._idle: dict[EngineSpec, list[Any]] = defaultdict(list)
-        self.started = 0
+        self._started: list[Any] = []
 
     def text(self, model_type: str = "qwen3", **changes: Any) -> str:
         return models.config_text(model_type, **{"head_dim": 32} | changes)
@@ -71,8 +71,8 @@ class Vllm(Reference):
                 warnings.simplefilter("ignore")  # vLLM's own, at its import
                 from rollout.engines import vllm
 
-                self.started += 1
-                return Kept(self, spec, await vllm.build(spec, host))
+                self._started.append(await vllm.build(spec, host))
+                return Kept(self, spec, self._started[-1])
 
         return await with_stops(taken)(spec, Host("run"))
 
@@ -84,7 +84,7 @@ class Vllm(Reference):
 
     def close(self) -> None:
         async def all_of_them() -> None:
-            for engine in (engine for idle in self._idle.values() for engine in idle):
+            for engine in self._started:  # those that a failed test kept too
                 await engine.close()
 
         with warnings.catch_warnings():
@@ -115,7 +115,8 @@ class Kept:
 
 Kind = Reference
 REFERENCE = pytest.param("reference")
-QUIET = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore")]  # vLLM's own warnings are not ours to make errors of
+#: vLLM's own warnings are not ours to make errors of.
+QUIET = [pytest.mark.vllm, pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 VLLM = pytest.param("vllm", marks=QUIET)
 VLLM_LONG = pytest.param("vllm", marks=[*QUIET, pytest.mark.long])
 EVERY = pytest.mark.parametrize("kind", [REFERENCE, VLLM], indirect=True)
