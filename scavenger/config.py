@@ -176,7 +176,7 @@ class SamplingSection(Section):
             )
         if self.repetition_penalty != 1:
             raise ValueError(
-                "repetition_penalty makes a token's distribution depend on which came before; the trainer does not compute that: leave it at 1"
+                "repetition_penalty makes a token's distribution depend on which came before; the trainer does not compute it"
             )
         return self
 

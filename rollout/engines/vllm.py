@@ -93,6 +93,8 @@ class VllmEngine:
         self._serial = 0
         self._made = 0
         self._version = -1
+        self._weights_lock = asyncio.Lock()
+        self._wipes = 0
         self._usable = False
         self._asleep = False
         self._pending: tuple[int, list[TensorView]] | None = None  # arrived while asleep
@@ -117,19 +119,35 @@ class VllmEngine:
         if self._asleep:
             self._pending = (version, views)  # the GPU is the trainer's: they are put in place by `wake`
         else:
-            await self._place(version, views)
+            async with self._weights_lock:
+                await self._place(version, views)
+                await self._go_on()
         self._usable = True
 
     async def _place(self, version: int, views: Sequence[TensorView]) -> None:
-        """Pause, replace, verify, forget every cached key and value, go on."""
+        """Pause, replace, verify. What is cached is of the old weights: nothing may run before `_go_on`."""
         llm = self._llm
         await self._call(llm.pause_generation(mode="abort"))
         with await self._in_thread(MemoryFile, views) as memory:
             answers = await self._call(llm.collective_rpc("scavenger_load", CALL_S, (memory.path, memory.table)))
         self._verify(version, answers)
-        await self._call(llm.reset_prefix_cache(reset_running_requests=True))
-        await self._call(llm.resume_generation())
         self._version = version
+
+    async def _go_on(self) -> None:
+        """With an empty, clean cache."""
+        await self._call(self._llm.collective_rpc("scavenger_wipe", CALL_S))
+        await self._call(self._llm.reset_prefix_cache(reset_running_requests=True))
+        await self._call(self._llm.resume_generation())
+
+    async def _cleanse(self) -> None:
+        """After a request met NaN: whoever gets its cache blocks would meet it too. All others are computed again, nothing else of them
+        changes. One wipe serves all requests that ended before it began."""
+        ticket = self._wipes
+        async with self._weights_lock:
+            if self._wipes == ticket:
+                self._wipes += 1
+                await self._call(self._llm.pause_generation(mode="keep", clear_cache=False))
+                await self._go_on()
 
     def _verify(self, version: int, answers: Sequence[Any]) -> None:
         """Raises `EngineError` unless every parameter, as it is read by the forward pass, holds what was published for it."""
@@ -180,12 +198,14 @@ class VllmEngine:
         self._serial += 1
         position, greedy, raw_column = len(request.accepted), how.temperature == 0, bool(params.logprobs)
         # Whoever was moved goes first, and of several the one that has the most to lose.
-        generated = self._llm.generate(prompt, params, str(self._serial), priority=-position)
-        async for output in generated:
-            answer = output.outputs[0]
-            delta = _delta(request.handle, answer, position, greedy=greedy, raw_column=raw_column)
+        name = str(self._serial)
+        async for output in self._llm.generate(prompt, params, name, priority=-position):
+            delta = _delta(request.handle, output.outputs[0], position, greedy=greedy, raw_column=raw_column)
             if delta is None:
                 continue
+            if delta.error is not None:
+                await self._llm.abort(name)
+                await asyncio.shield(self._cleanse())
             position += len(delta.token_ids)
             self._made += 1
             self._ready.append(delta)
@@ -211,7 +231,8 @@ class VllmEngine:
     async def sleep(self) -> None:
         await self._end_streams()
         self._asleep = True
-        await self._call(self._llm.sleep(level=1))
+        async with self._weights_lock:
+            await self._call(self._llm.sleep(level=1))
 
     async def wake(self) -> None:
         pending, self._pending = self._pending, None
@@ -222,6 +243,7 @@ class VllmEngine:
             await self._call(self._llm.wake_up(["weights"]))
             await self._place(*pending)
             await self._call(self._llm.wake_up(["kv_cache"]))
+        await self._go_on()  # what the trainer left in that memory is in the cache's now
         self._asleep = False
 
     def progress(self) -> int:

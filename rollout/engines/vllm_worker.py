@@ -89,6 +89,12 @@ class Extension:
         _repack_embeddings(model)
         return published, held(model), packed
 
+    def scavenger_wipe(self) -> None:
+        """Zero the cache. Entries beyond a sample's end are masked, and a masked NaN still poisons attention (0 * NaN)."""
+        for cache in self.model_runner.kv_caches:
+            for tensor in [cache] if isinstance(cache, Tensor) else cache:
+                tensor.zero_()
+
     def scavenger_hook(self, raw_logprobs: bool, pace: float) -> None:
         """Once, after the start: let requests that ask for one more logprob have the raw one; make at most `pace` steps a second."""
         if raw_logprobs:
