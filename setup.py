@@ -34,7 +34,8 @@ BASE = [
 TRAINER = ["torch>=2.6", "transformers>=4.51", "mpi4py>=4.0", "safetensors>=0.4.3"]
 EXTRAS = {
     "trainer": TRAINER,
-    "vllm": ["vllm"],
+    # With a CUDA GPU. Without one: requirements-vllm-cpu.txt.
+    "vllm": ["vllm>=0.32", "torch>=2.6", "transformers>=4.51"],
     "postgres": ["psycopg[binary]>=3.1"],
     "pyslurm": ["pyslurm"],
     # A launcher and library for machines without their own MPI; a cluster uses its site's.

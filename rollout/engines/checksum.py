@@ -51,7 +51,7 @@ def checksum(tensor: Tensor) -> Sum:
     """The checksum of a tensor of any shape, device and floating dtype. -0.0 counts as 0.0."""
     value, finite = 0, True
     flat = tensor.detach().reshape(-1)
-    for part in flat.split(_SLICE):
+    for part in torch.split(flat, _SLICE):
         finite = finite and bool(torch.isfinite(part).all())
         bits = (part + 0.0).view(_BITS[part.element_size()]).to(torch.int64)
         mixed = bits * _ODD  # wraps, as all arithmetic on int64 does

@@ -73,9 +73,9 @@ def checked_config(spec: EngineSpec) -> tuple[dict[str, Any], Layout, Any]:
 
 def cache_nbytes(config: Any, spec: EngineSpec) -> int:
     """KV cache for a full batch of full contexts on a machine without a GPU, within bounds."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    token = 2 * config.num_hidden_layers * heads * width * ITEMSIZE[spec.dtype]
+    heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    width = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    token = 2 * int(config.num_hidden_layers) * heads * width * ITEMSIZE[spec.dtype]
     one = -(-spec.context_length // CPU_BLOCK) * CPU_BLOCK * token
     # One block is vLLM's own, and it wants room for one whole context.
     return 2 * CPU_BLOCK * token + max(one, min(spec.max_batch * one, CPU_CACHE_NBYTES))

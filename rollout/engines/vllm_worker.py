@@ -118,8 +118,9 @@ def _dtypes(model: nn.Module, published: Sequence[str], packed: dict[str, list[s
 
 def _repack_embeddings(model: nn.Module) -> None:
     """vLLM's CPU kernels compute logits from a packed copy of the embeddings; of a tied one, reloading leaves that of the old weights."""
-    for module in model.modules():
-        if getattr(module, "cpu_linear", None) is not None and module.weight.numel():
+    modules: list[Any] = [module for module in model.modules() if getattr(module, "cpu_linear", None) is not None]
+    for module in modules:
+        if module.weight.numel():
             module.quant_method.process_weights_after_loading(module)
 
 
