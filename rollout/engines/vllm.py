@@ -85,11 +85,12 @@ class VllmEngine:
         self._kv_heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
         self._folder = folder
         self._executor = executor
-        self._cores: dict[int, int] = {}  # sentinel of a core process -> its pid
+        self._cores: dict[int, int] = {}  # a core process's pidfd -> its pid
         self._streams: dict[int, asyncio.Task[None]] = {}
         self._ready: list[Delta] = []
         self._work = asyncio.Event()
         self._fault: EngineError | None = None
+        self._faulted = asyncio.Event()
         self._serial = 0
         self._made = 0
         self._version = -1
@@ -103,8 +104,10 @@ class VllmEngine:
         """Watch the core, and put our hooks into it."""
         loop = asyncio.get_running_loop()
         for process in self._llm.engine_core.resources.engine_manager.processes:
-            self._cores[process.sentinel] = process.pid
-            loop.add_reader(process.sentinel, self._core_died, process.sentinel)
+            # Of our own: vLLM closes the process's sentinel when it notices first, and would leave calls unanswered.
+            pidfd = os.pidfd_open(process.pid)
+            self._cores[pidfd] = process.pid
+            loop.add_reader(pidfd, self._core_died, pidfd)
         await self._call(self._llm.collective_rpc("scavenger_hook", CALL_S, (True, self._spec.pace)))
 
     def info(self) -> EngineInfo:
@@ -252,8 +255,9 @@ class VllmEngine:
     async def close(self) -> None:
         self._fault = EngineError("the engine is closed")
         loop = asyncio.get_running_loop()
-        for sentinel, pid in self._cores.items():
-            loop.remove_reader(sentinel)
+        for pidfd, pid in self._cores.items():
+            loop.remove_reader(pidfd)
+            os.close(pidfd)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self._cores.clear()
@@ -268,22 +272,33 @@ class VllmEngine:
         """vLLM's own tidying up, of processes that are dead already."""
         self._llm.shutdown(timeout=0)
 
-    def _core_died(self, sentinel: int) -> None:
-        asyncio.get_running_loop().remove_reader(sentinel)
-        pid = self._cores.pop(sentinel)
+    def _core_died(self, pidfd: int) -> None:
+        asyncio.get_running_loop().remove_reader(pidfd)
+        os.close(pidfd)
+        pid = self._cores.pop(pidfd)
         self._fail(EngineError(f"vLLM's core (process {pid}) ended by itself", "its last words are in the worker's log"))
 
     def _fail(self, error: EngineError) -> None:
         if self._fault is None:
             self._fault = error
+        self._faulted.set()
         self._work.set()
 
     async def _call(self, call: Coroutine[Any, Any, Any]) -> Any:
-        """A call to the core. Whatever it raises means that the engine cannot go on; so does the core's death meanwhile."""
+        """A call to the core. What it raises means that the engine cannot go on; so does the core's death, after which none is answered."""
+        answer, death = asyncio.ensure_future(call), asyncio.ensure_future(self._faulted.wait())
         try:
-            return await call
+            await asyncio.wait((answer, death), return_when=asyncio.FIRST_COMPLETED)
+            if self._fault is not None:
+                raise self._fault
+            return await answer
+        except EngineError:
+            raise
         except Exception as error:
-            raise self._fault or _died(error) from error
+            raise _died(error) from error
+        finally:
+            answer.cancel()
+            death.cancel()
 
     async def _in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(None, function, *args)
