@@ -52,7 +52,11 @@ async def build(spec: EngineSpec, host: Host) -> VllmEngine:
             quoted=str(error),
         ) from error  # fmt: skip
     engine = VllmEngine(spec, host, llm, layout, config, folder, executor)
-    await engine.prepare()
+    try:
+        await engine.prepare()
+    except BaseException:
+        await engine.close()
+        raise
     return engine
 
 
@@ -253,7 +257,7 @@ class VllmEngine:
         return self._made
 
     async def close(self) -> None:
-        self._fault = EngineError("the engine is closed")
+        self._fail(EngineError("the engine is closed"))
         loop = asyncio.get_running_loop()
         for pidfd, pid in self._cores.items():
             loop.remove_reader(pidfd)
