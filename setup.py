@@ -39,7 +39,8 @@ EXTRAS = {
     "parquet": PARQUET,
     "math": MATH,
     "lora": LORA,
-    "vllm": ["vllm"],
+    # With a CUDA GPU. Without one: requirements-vllm-cpu.txt.
+    "vllm": ["vllm>=0.32", "torch>=2.6", "transformers>=4.51"],
     "postgres": ["psycopg[binary]>=3.1"],
     "pyslurm": ["pyslurm"],
     # A launcher and library for machines without their own MPI; a cluster uses its site's.

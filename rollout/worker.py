@@ -17,7 +17,7 @@ from pathlib import Path
 
 import structlog
 
-from rollout.engines.base import Engine
+from rollout.engines.base import Engine, Host
 from rollout.engines.registry import Build as BuildEngine
 from rollout.engines.registry import builder
 from rollout.events import (
@@ -126,6 +126,8 @@ class Worker:
             for task in (*self._tasks, self._connecting, self._pulling):
                 if task is not None:
                     task.cancel()
+            if self._engine is not None:
+                await self._engine.close()
             self._link.close(LINGER_MS)
             self._store.close()
 
@@ -210,7 +212,8 @@ class Worker:
         except ImportError as error:
             raise EngineError(f"engine {spec.name!r} cannot be imported: {error}", "install its extra") from error
         imported = self._clock()
-        self._engine = await build(spec)
+        me = self._options.identity
+        self._engine = await build(spec, Host(me.run, me.gpus, sleeps=me.kind == "reserved"))
         info = self._engine.info()
         self._inbox.put_nowait(Built(info.cache_tokens, info.best_batch))
         _log.info(

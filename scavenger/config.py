@@ -164,22 +164,44 @@ class SamplingSection(Section):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: NonNegative = 0
     stop_token_ids: tuple[int, ...] = ()
-    allow_truncated: bool = False  # opt-in that top_p < 1 or top_k > 0 needs
+    stop: tuple[Annotated[str, Field(min_length=1, max_length=256)], ...] = ()  # texts that end an answer
+    min_tokens: NonNegative = 0  # before so many no stop token is drawn and no stop text ends the answer
+    allow_truncated: bool = False  # opt-in that top_p < 1, top_k > 0 or min_tokens > 0 needs
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
 
     @model_validator(mode="after")
     def _truncation(self) -> SamplingSection:
-        if (self.top_p < 1 or self.top_k > 0) and not self.allow_truncated:
+        if (self.top_p < 1 or self.top_k > 0 or self.min_tokens > 0) and not self.allow_truncated:
             raise ValueError(
-                "top_p < 1 or top_k > 0 makes the sampling distribution differ from the trained one; "
+                "top_p < 1, top_k > 0 or min_tokens > 0 makes the sampling distribution differ from the trained one; "
                 "set allow_truncated = true to accept that (the mismatch is reported)"
+            )
+        if self.min_tokens > self.max_tokens:
+            raise ValueError("min_tokens must not exceed max_tokens")
+        return self
+
+    @model_validator(mode="after")
+    def _penalties(self) -> SamplingSection:
+        if self.presence_penalty or self.frequency_penalty:
+            raise ValueError(
+                "presence_penalty and frequency_penalty count the tokens of one request: an engine that goes on with a moved sample would "
+                "count anew, so that moves would change what is sampled; leave them at 0"
+            )
+        if self.repetition_penalty != 1:
+            raise ValueError(
+                "repetition_penalty makes a token's distribution depend on which came before; the trainer does not compute it"
             )
         return self
 
 
 class EngineSection(Section):
-    name: Literal["reference"] = "reference"
+    name: Literal["reference", "vllm"] = "reference"
     max_batch: Positive = 64
     pace: Annotated[float, Field(ge=0)] = 0.0  # tokens a second and sample at most; 0 = unpaced
+    gpu_memory_share: Annotated[float, Field(gt=0, le=1)] = 0.9  # of a GPU's memory that vLLM takes
+    eager: bool = False  # vLLM: no compilation and no CUDA graphs
 
 
 class RewardSection(Section):
@@ -296,6 +318,8 @@ class RunConfig(Section):
     def _consistent(self) -> RunConfig:
         if self.sampling.max_tokens >= self.model.context_length:
             raise ValueError("sampling.max_tokens must be below model.context_length: the prompt needs room")
+        if self.run.deterministic and self.engine.name != "reference":
+            raise ValueError('run.deterministic = true needs engine.name = "reference": no other engine computes in float64')
         if not self.run.harvest and self.reserved.workers == 0:
             raise ValueError("run.harvest = false needs reserved.workers >= 1: somebody must generate")
         return self

@@ -4,6 +4,7 @@ skipping."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import sys
@@ -36,6 +37,7 @@ SERVICES: dict[str, Callable[[], str]] = {
     "slurm": lambda: lacks(*SLURM),
     "mpi": lambda: lacks("mpirun"),
     "postgres": lambda: "" if os.environ.get("SCAVENGER_TEST_PG") or programs() else "no PostgreSQL server here",
+    "vllm": lambda: "" if importlib.util.find_spec("vllm") else "no vLLM here",
     "gpu": lambda: "" if Path("/dev/nvidia0").exists() else "no NVIDIA GPU here",
 }
 

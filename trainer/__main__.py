@@ -66,14 +66,17 @@ def engine_spec(config: RunConfig) -> wire.EngineSpec:
     dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     return wire.EngineSpec(
         config.engine.name, model_config_text(config.model.path), "float64" if config.run.deterministic else dtype,
-        config.engine.max_batch, config.model.context_length, config.engine.pace,
+        config.engine.max_batch, config.model.context_length, config.engine.pace, config.engine.gpu_memory_share, config.engine.eager,
+        str(config.model.path / "tokenizer.json"),
     )  # fmt: skip
 
 
 def sampling(config: RunConfig) -> wire.Sampling:
     chosen = config.sampling
     stops = stop_tokens(config.model.path, chosen.stop_token_ids)
-    return wire.Sampling(chosen.max_tokens, chosen.temperature, chosen.top_p, chosen.top_k, stops)
+    return wire.Sampling(
+        chosen.max_tokens, chosen.temperature, chosen.top_p, chosen.top_k, stops, chosen.min_tokens, chosen.stop
+    )  # fmt: skip
 
 
 def make_learner(config: RunConfig, comm: Comm) -> Learner:

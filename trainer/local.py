@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rollout.engines.base import Delta, Engine, Request
+from rollout.engines.base import Delta, Engine, Host, Request
 from rollout.engines.registry import builder
 from scavenger import wire
 from scavenger.errors import EngineError
@@ -61,7 +61,7 @@ class LocalRun:
         self._source = source
         self._seed = seed
         self._loop = asyncio.new_event_loop()
-        self._engine: Engine = self._loop.run_until_complete(builder(engine.name)(engine))
+        self._engine: Engine = self._loop.run_until_complete(builder(engine.name)(engine, Host()))
         self._next: asyncio.Task[list[Delta]] | None = None
         self._samples: dict[int, _Sample] = {}
         self._done: list[wire.GroupDone] = []

@@ -152,7 +152,7 @@ class Loop:
         sampling, judge = self._sampling, self._scoring.version
         groups = []
         for place, (mode, n, temperature) in enumerate((("sampled", self._config.eval.samples, 1.0), ("greedy", 1, 0.0))):
-            how = wire.Sampling(sampling.max_tokens, temperature, 1.0, 0, sampling.stop_token_ids)
+            how = wire.Sampling(sampling.max_tokens, temperature, 1.0, 0, sampling.stop_token_ids, stop=sampling.stop)
             groups += specs(problems, n=n, sampling=how, offset=place * len(problems), mark={"mode": mode})
         waiting = set(self._run.submit(step, version, groups, "eval"))
         found: dict[int, list[Judgement]] = {}

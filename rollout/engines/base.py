@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from scavenger.errors import EngineError
 from scavenger.weights.manifest import TensorView
 from scavenger.wire import SampleKey, Sampling
 
@@ -31,11 +32,21 @@ class EngineInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class Host:
+    """What the worker's job gives its engine. `sleeps`: it shares its GPUs with a training job and is told to sleep."""
+
+    run: str = ""
+    gpus: int = 1
+    sleeps: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One lease's work: go on after `prompt + accepted` until a stop token or until `max_new_tokens` more were sampled.
 
-    `handle` is the worker's own id for the lease. `seed` and `key` address the random numbers: the draw for the sample's
-    token at position p (0 = first answer token, whichever lease produced it) depends on (seed, key, p) alone.
+    `handle` is the worker's own id for the lease. `seed` and `key` name the sample's random stream. An engine with draws of its own
+    ("reference") draws the token at position p (0 = first answer token, whichever lease produced it) from (seed, key, p) alone; one
+    that only takes a seed a request ("vllm") is given one for (seed, key, number of accepted tokens): `seeds.lease_seed`.
     """
 
     handle: int
@@ -64,6 +75,20 @@ class Delta:
     raw_logprobs: tuple[float, ...]
     finish: str | None = None
     error: str | None = None
+
+
+def refuse_impossible(request: Request, context_length: int, vocab_size: int) -> None:
+    """Raises `EngineError` for a request that no engine of this size can ever serve."""
+    length = len(request.prompt) + len(request.accepted)
+    if length == 0 or request.max_new_tokens <= 0:
+        raise EngineError(f"nothing to generate: {length} tokens given, {request.max_new_tokens} more allowed")
+    if length + request.max_new_tokens > context_length:
+        raise EngineError(
+            f"{length} tokens and {request.max_new_tokens} more exceed the context of {context_length}",
+            "shorten the prompt, lower sampling.max_tokens or raise model.context_length",
+        )
+    if not all(0 <= token < vocab_size for token in (*request.prompt, *request.accepted)):
+        raise EngineError(f"a token id lies outside the vocabulary of {vocab_size}", "use the model's own tokenizer")
 
 
 class Engine(Protocol):
@@ -106,4 +131,6 @@ class Engine(Protocol):
         """Decode iterations so far: grows while the engine is alive and has work."""
         ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """End at once whatever the engine started; nothing of it is called afterwards."""
+        ...

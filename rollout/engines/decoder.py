@@ -6,7 +6,6 @@ Knows no clock and no event loop.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -14,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.models.auto.configuration_auto import AutoConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from rollout.engines.base import Delta, Request
 from rollout.engines.norms import wide_norms
+from rollout.engines.published import STORED, parse_config
 from rollout.engines.sampling import Draws, draw
 from rollout.engines.slots import SlotCache
 from scavenger.errors import EngineError
@@ -26,7 +25,6 @@ from scavenger.weights.manifest import TensorView
 from scavenger.wire import EngineSpec
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
-STORED = {**DTYPES, "float16": torch.float16}
 MAX_PREFILL_TOKENS = 8192  # padded tokens of one prefill pass: bounds its memory and how long it delays running requests
 
 
@@ -47,14 +45,9 @@ class _Row:
         return len(self.request.accepted) + self.made
 
 
-def parse_config(text: str) -> Any:
-    """A transformers config from the text of a config.json. Raises `EngineError`; never runs code that the text names."""
-    try:
-        values = json.loads(text)
-        model_type = values.pop("model_type")
-        config = AutoConfig.for_model(model_type, **values)
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise EngineError(f"the model's config.json cannot be used: {error}", "pass the config.json of a causal LM") from error
+def read_config(text: str) -> Any:
+    """The config, if this engine can compute its model. Raises `EngineError`."""
+    config = parse_config(text)
     kinds = set(getattr(config, "layer_types", None) or ())
     if kinds - {"full_attention"}:
         raise EngineError(f"the reference engine computes full attention only; this model has {sorted(kinds)}", "use another engine")
@@ -82,7 +75,7 @@ class Decoder:
         self._device = device
         self._max_batch = spec.max_batch
         self._context_length = spec.context_length
-        self.config = parse_config(spec.model_config)
+        self.config = read_config(spec.model_config)
         self._model = build_model(self.config, DTYPES[spec.dtype], device)
         self._cache = SlotCache(spec.max_batch, spec.context_length)
         self._rows: list[_Row] = []
@@ -197,7 +190,9 @@ class Decoder:
     def _sample(self, logits: Tensor, first: int) -> tuple[list[Delta], list[int]]:
         """Draw for the rows from `first` on; returns their deltas and the rows that ended."""
         rows = self._rows[first:]
-        drawn = draw(logits, [row.request.sampling for row in rows], [row.draws.uniform(row.position) for row in rows])
+        positions = [row.position for row in rows]
+        uniforms = [row.draws.uniform(position) for row, position in zip(rows, positions, strict=True)]
+        drawn = draw(logits, [row.request.sampling for row in rows], uniforms, positions)
         deltas, ended = [], []
         for i, row in enumerate(rows):
             handle, token = row.request.handle, drawn.tokens[i]

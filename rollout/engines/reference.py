@@ -26,7 +26,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from rollout.engines.base import Delta, EngineInfo, Request
+from rollout.engines.base import Delta, EngineInfo, Host, Request, refuse_impossible
 from rollout.engines.decoder import Decoder
 from scavenger.errors import EngineError, told
 from scavenger.weights.manifest import TensorView
@@ -37,8 +37,8 @@ T = TypeVar("T")
 NAME = "reference"
 
 
-async def build(spec: EngineSpec) -> ReferenceEngine:
-    """Build the model in the engine's own thread, without weights. Raises `EngineError`."""
+async def build(spec: EngineSpec, _host: Host) -> ReferenceEngine:
+    """Build the model in the engine's own thread, without weights. It computes on one GPU. Raises `EngineError`."""
     executor = ThreadPoolExecutor(1, thread_name_prefix="engine")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -84,17 +84,7 @@ class ReferenceEngine:
     async def add(self, request: Request) -> None:
         if not self._usable or self._asleep:
             raise EngineError("the engine is asleep" if self._asleep else "the engine holds no weights")
-        length = len(request.prompt) + len(request.accepted)
-        if length == 0 or request.max_new_tokens <= 0:
-            raise EngineError(f"nothing to generate: {length} tokens given, {request.max_new_tokens} more allowed")
-        if length + request.max_new_tokens > self._spec.context_length:
-            raise EngineError(
-                f"{length} tokens and {request.max_new_tokens} more exceed the context of {self._spec.context_length}",
-                "shorten the prompt, lower sampling.max_tokens or raise model.context_length",
-            )
-        vocab = self._decoder.vocab_size
-        if not all(0 <= token < vocab for token in (*request.prompt, *request.accepted)):
-            raise EngineError(f"a token id lies outside the vocabulary of {vocab}", "use the model's own tokenizer")
+        refuse_impossible(request, self._spec.context_length, self._decoder.vocab_size)
         self._live.add(request.handle)
         self._joining.append(request)
         self._work.set()

@@ -6,16 +6,26 @@ import importlib
 from collections.abc import Awaitable, Callable
 from typing import cast
 
-from rollout.engines.base import Engine
+from rollout.engines.base import Engine, Host
+from rollout.engines.stopping import Stopping
 from scavenger.errors import EngineError
 from scavenger.wire import EngineSpec
 
-MODULES = {"reference": "rollout.engines.reference"}
-Build = Callable[[EngineSpec], Awaitable[Engine]]
+MODULES = {"reference": "rollout.engines.reference", "vllm": "rollout.engines.vllm"}
+Build = Callable[[EngineSpec, Host], Awaitable[Engine]]
 
 
 def builder(name: str) -> Build:
-    """The `build(spec)` coroutine function of an engine. Blocks while its module is imported. Raises `EngineError`."""
+    """The `build(spec, host)` coroutine function of an engine. Blocks while its module is imported. Raises `EngineError`."""
     if name not in MODULES:
         raise EngineError(f"there is no engine {name!r}", f"use one of {', '.join(sorted(MODULES))}")
-    return cast(Build, importlib.import_module(MODULES[name]).build)
+    return with_stops(cast(Build, importlib.import_module(MODULES[name]).build))
+
+
+def with_stops(bare: Build) -> Build:
+    """No engine matches stop texts itself."""
+
+    async def build(spec: EngineSpec, host: Host) -> Engine:
+        return Stopping(await bare(spec, host), spec.tokenizer)
+
+    return build

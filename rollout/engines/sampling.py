@@ -79,15 +79,23 @@ def _truncate(scaled: Tensor, how: Sampling) -> Tensor:
     return scaled.masked_fill(~allowed, -torch.inf)
 
 
-def draw(logits: Tensor, sampling: Sequence[Sampling], uniforms: Sequence[float]) -> Drawn:
-    """Draw one token a row from `[n, vocab]` logits: the first id, in id order, at which the CDF passes the uniform."""
+def draw(logits: Tensor, sampling: Sequence[Sampling], uniforms: Sequence[float], positions: Sequence[int]) -> Drawn:
+    """Draw one token a row from `[n, vocab]` logits: the first id, in id order, at which the CDF passes the uniform.
+
+    `positions`: how many tokens each row's sample has already; below `min_tokens` no stop token is drawn.
+    """
     wide = logits.double()
     # Finite exactly when no logit is NaN or +inf and at least one is finite.
     bad = ~torch.isfinite(torch.logsumexp(wide, dim=-1))
     wide = torch.where(bad[:, None], torch.zeros_like(wide), wide)
     raw = torch.log_softmax(wide, dim=-1)
     # The common case (temperature 1, nothing truncated) needs no second pass.
-    plain = all(s.temperature == 1 and s.top_k == 0 and s.top_p == 1 for s in sampling)
+    held_off = [i for i, s in enumerate(sampling) if positions[i] < s.min_tokens and s.stop_token_ids]
+    plain = not held_off and all(s.temperature == 1 and s.top_k == 0 and s.top_p == 1 for s in sampling)
+    if held_off:
+        wide = wide.clone()
+        for i in held_off:
+            wide[i, list(sampling[i].stop_token_ids)] = -torch.inf
     used = raw if plain else sampling_logprobs(wide, sampling)
     mass = used.exp()
     cdf = mass.cumsum(-1)

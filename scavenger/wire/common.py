@@ -42,13 +42,19 @@ Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 class Sampling(Part, frozen=True):
-    """How tokens are drawn. `max_tokens` is the budget of the whole sample, over all its leases. `top_k` 0 = off."""
+    """How tokens are drawn. `max_tokens` is the budget of the whole sample, over all its leases. `top_k` 0 = off.
+
+    Before `min_tokens` tokens of the sample no stop token is drawn and no stop text ends it. `stop`: texts of which the first to appear in
+    the answer ends it, with the token that completes it.
+    """
 
     max_tokens: Positive
     temperature: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 1.0
     top_p: Share = 1.0
     top_k: Count = 0
     stop_token_ids: tuple[int, ...] = ()
+    min_tokens: Count = 0
+    stop: tuple[str, ...] = ()
 
 
 class EngineSpec(Part, frozen=True):
@@ -60,6 +66,9 @@ class EngineSpec(Part, frozen=True):
     max_batch: Positive
     context_length: Positive
     pace: Rate = 0.0  # tokens a second and sample at most; 0 = as fast as it goes
+    memory_share: Share = 0.9  # of a GPU's memory
+    eager: bool = False  # no compilation and no CUDA graphs
+    tokenizer: str = ""  # path of the tokenizer.json; read by workers only where `Sampling.stop` asks for it
 
 
 class WeightSource(Part, frozen=True):

@@ -33,8 +33,10 @@ def config_text(model_type: str = "qwen3", **changes: Any) -> str:
     return json.dumps(values)
 
 
-def spec(text: str | None = None, *, dtype: str = "float64", max_batch: int = 16, context: int = 128, pace: float = 0.0) -> EngineSpec:
-    return EngineSpec("reference", text or config_text(), dtype, max_batch, context, pace)
+def spec(
+    text: str | None = None, *, dtype: str = "float64", max_batch: int = 16, context: int = 128, pace: float = 0.0, name: str = "reference"
+) -> EngineSpec:
+    return EngineSpec(name, text or config_text(), dtype, max_batch, context, pace)
 
 
 def plain_model(text: str, seed: int = 0, scale: float = 6.0, dtype: torch.dtype = torch.float32) -> Any:
@@ -49,13 +51,13 @@ def plain_model(text: str, seed: int = 0, scale: float = 6.0, dtype: torch.dtype
     return model.to(dtype)
 
 
-def weights(model: Any) -> tuple[Manifest, bytearray]:
+def weights(model: Any, version: int = 1) -> tuple[Manifest, bytearray]:
     """The model's weights as published: tied ones once, in the model's own dtype."""
     tensors: dict[str, tuple[str, tuple[int, ...], memoryview]] = {}
     for name, parameter in model.named_parameters():
         data = bytearray(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
         tensors[name] = (str(parameter.dtype).removeprefix("torch."), tuple(parameter.shape), memoryview(data))
-    return manifests.build(1, tensors)
+    return manifests.build(version, tensors)
 
 
 def views(model: Any) -> list[TensorView]:

@@ -1,4 +1,8 @@
-"""What every engine must hold. Parametrised by engine: a factory takes a spec and returns a built engine without weights."""
+"""What every engine must hold, parametrised by engine (`tests.rollout.kinds`).
+
+An engine that draws by itself and takes only a seed a request ("vllm") promises less: greedy answers, logprobs and distributions do not
+change when a sample moves, its sampled tokens do. Each of its specs is an engine started anew, so the tests that need one of their own are
+`long` for it."""
 
 from __future__ import annotations
 
@@ -6,41 +10,35 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
 from rollout.engines.base import Delta, Engine, Request
-from rollout.engines.registry import builder
 from scavenger.errors import EngineError
 from scavenger.wire import EngineSpec, SampleKey, Sampling
 
 torch = pytest.importorskip("torch", reason="the engines need the [trainer] extra")
 models = pytest.importorskip("tests.rollout.models")
+kinds = pytest.importorskip("tests.rollout.kinds")
+Kind = kinds.Kind
 
-T = TypeVar("T")
-Factory = Callable[[EngineSpec], Awaitable[Engine]]
-FACTORIES: dict[str, Factory] = {"reference": lambda spec: builder("reference")(spec)}
-MODEL = models.plain_model(models.config_text())
-VIEWS = models.views(MODEL)
 GREEDY = Sampling(max_tokens=24, temperature=0.0)
 RANDOM = Sampling(max_tokens=24)
 
 
-@pytest.fixture(params=sorted(FACTORIES))
-def factory(request: pytest.FixtureRequest) -> Factory:
-    return FACTORIES[request.param]
-
-
-def run(main: Coroutine[Any, Any, T]) -> T:
-    return asyncio.run(main)
-
-
-async def loaded(factory: Factory, spec: EngineSpec | None = None, views: Any = None) -> Engine:
-    engine = await factory(spec or models.spec())
-    await engine.load(1, VIEWS if views is None else views)
+async def loaded(kind: Kind, spec: EngineSpec | None = None, views: Any = None) -> Engine:
+    engine = await kind.start(spec or kind.spec())
+    await engine.load(1, kind.views if views is None else views)
     return engine
+
+
+def same(kind: Kind, one: dict[int, Delta], other: dict[int, Delta]) -> None:
+    """The same answers, their logprobs as close as two ways to compute them are."""
+    assert {h: (d.token_ids, d.finish, d.error) for h, d in one.items()} == {h: (d.token_ids, d.finish, d.error) for h, d in other.items()}
+    for handle, delta in one.items():
+        for column in ("logprobs", "raw_logprobs"):
+            assert getattr(delta, column) == pytest.approx(getattr(other[handle], column), abs=kind.close_logprobs)
 
 
 def request(handle: int, sampling: Sampling = RANDOM, accepted: tuple[int, ...] = (), prompt: tuple[int, ...] | None = None) -> Request:
@@ -76,67 +74,93 @@ async def finish(engine: Engine, *requests: Request, never: tuple[int, ...] = ()
     }
 
 
+@kinds.EVERY
 @pytest.mark.parametrize("sampling", [GREEDY, RANDOM, Sampling(24, 0.7, 0.9, 7)], ids=["greedy", "sampled", "truncated"])
-def test_an_interrupted_and_moved_sample_equals_the_uninterrupted_one(factory: Factory, sampling: Sampling) -> None:
+def test_an_interrupted_and_moved_sample_equals_the_uninterrupted_one(kind: Kind, sampling: Sampling) -> None:
     async def main() -> None:
-        engine = await loaded(factory)
+        engine = await loaded(kind)
         whole = (await finish(engine, request(1, sampling)))[1].token_ids
         assert len(whole) == 24
         assert len(set(whole)) > 1
         for cut in (1, 5, 23):
-            other = await loaded(factory)
+            other = await loaded(kind)
             moved = await finish(other, *(request(i, sampling) for i in range(2, 6)), request(1, sampling, whole[:cut]))
-            assert whole[:cut] + moved[1].token_ids == whole
+            if kind.draws_by_place or sampling is GREEDY:
+                assert whole[:cut] + moved[1].token_ids == whole
+            else:
+                assert len(moved[1].token_ids) == 24 - cut
             await other.close()
         await engine.close()
 
-    run(main())
+    kind.run(main())
 
 
-def test_tokens_do_not_depend_on_the_batch(factory: Factory) -> None:
+@kinds.EVERY
+def test_tokens_do_not_depend_on_the_batch(kind: Kind) -> None:
     async def main() -> None:
-        engine = await loaded(factory)
+        engine = await loaded(kind)
         alone = {i: (await finish(engine, request(i)))[i] for i in range(12)}
         together = await finish(engine, *(request(i) for i in range(12)))
-        narrow = await loaded(factory, models.spec(max_batch=3))
-        queued = await finish(narrow, *(request(i) for i in range(12)))
         for i in range(12):
-            assert alone[i].token_ids == together[i].token_ids == queued[i].token_ids
+            assert alone[i].token_ids == together[i].token_ids
             for x, y in zip(alone[i].logprobs, together[i].logprobs, strict=True):
-                assert abs(x - y) < 1e-12
+                assert abs(x - y) < kind.close_logprobs
+        await engine.close()
+
+    kind.run(main())
+
+
+@kinds.EVERY_LONG
+def test_tokens_do_not_depend_on_how_many_fit_at_once(kind: Kind) -> None:
+    async def main() -> None:
+        engine, narrow = await loaded(kind), await loaded(kind, kind.spec(max_batch=3))
+        wide = await finish(engine, *(request(i) for i in range(12)))
+        queued = await finish(narrow, *(request(i) for i in range(12)))
+        assert [wide[i].token_ids for i in range(12)] == [queued[i].token_ids for i in range(12)]
         await engine.close()
         await narrow.close()
 
-    run(main())
+    kind.run(main())
 
 
-def test_a_sample_is_named_by_seed_and_key_not_by_its_handle(factory: Factory) -> None:
+@kinds.EVERY
+def test_a_sample_is_named_by_seed_and_key_not_by_its_handle(kind: Kind) -> None:
     async def main() -> None:
-        engine = await loaded(factory)
+        engine = await loaded(kind)
         first, second = request(1), Request(99, *(getattr(request(1), f) for f in Request.__dataclass_fields__ if f != "handle"))
         other = Request(7, first.prompt, (), 24, RANDOM, 12, first.key)
         made = await finish(engine, first, second, other)
         assert made[1].token_ids == made[99].token_ids != made[7].token_ids
         await engine.close()
 
-    run(main())
+    kind.run(main())
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "llama"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-5), ("float32", 1e-4)])
-def test_logprobs_are_those_of_a_plain_forward(factory: Factory, model_type: str, dtype: str, tolerance: float) -> None:
-    text = models.config_text(model_type, tie_word_embeddings=model_type == "qwen3")
+@pytest.mark.parametrize(
+    ("kind", "model_type", "dtype", "tolerance"),
+    [
+        ("reference", "qwen3", "float64", 1e-5),
+        ("reference", "qwen3", "float32", 1e-4),
+        ("reference", "llama", "float64", 1e-5),
+        ("reference", "llama", "float32", 1e-4),
+        pytest.param("vllm", "qwen3", "float32", 1e-4, marks=kinds.QUIET),
+        pytest.param("vllm", "llama", "float32", 1e-4, marks=[*kinds.QUIET, pytest.mark.long]),
+    ],
+    indirect=["kind"],
+)
+def test_logprobs_are_those_of_a_plain_forward(kind: Kind, model_type: str, dtype: str, tolerance: float) -> None:
+    text = kind.text(model_type, tie_word_embeddings=model_type == "qwen3")
     model = models.plain_model(text, seed=3)
     sampling = Sampling(24, 0.8, 0.95, 9)
 
     async def main() -> Delta:
-        engine = await loaded(factory, models.spec(text, dtype=dtype), models.views(model))
+        engine = await loaded(kind, kind.spec(text, dtype=dtype), models.views(model))
         head = (await finish(engine, *(request(i, sampling) for i in range(5))))[2].token_ids[:6]
         moved = (await finish(engine, request(2, sampling, head), request(9, sampling)))[2]
         await engine.close()
         return Delta(2, head + moved.token_ids, (0.0,) * 6 + moved.logprobs, (0.0,) * 6 + moved.raw_logprobs)
 
-    made = run(main())
+    made = kind.run(main())
     prompt = request(2).prompt
     logits = model(torch.tensor([prompt + made.token_ids])).logits[0, len(prompt) - 1 : -1].double()
     raw = torch.log_softmax(logits, -1)
@@ -152,46 +176,61 @@ def test_logprobs_are_those_of_a_plain_forward(factory: Factory, model_type: str
         assert made.logprobs[i] == pytest.approx(float(expected), abs=tolerance)
 
 
-def test_weights_published_as_bfloat16_are_upcast_exactly(factory: Factory) -> None:
-    published = models.plain_model(models.config_text(), seed=2, dtype=torch.bfloat16)
-    model = models.plain_model(models.config_text(), seed=2)
+@kinds.EVERY
+def test_weights_published_as_bfloat16_are_upcast_exactly(kind: Kind) -> None:
+    published = models.plain_model(kind.text(), seed=2, dtype=torch.bfloat16)
+    model = models.plain_model(kind.text(), seed=2)
     model.load_state_dict(published.state_dict())
 
-    async def main() -> tuple[Delta, Delta]:
-        wide, narrow = await loaded(factory, views=models.views(published)), await factory(models.spec(dtype="bfloat16"))
-        await narrow.load(1, models.views(published))
-        made = (await finish(wide, request(1)))[1], (await finish(narrow, request(1), request(2)))[1]
-        await wide.close()
-        await narrow.close()
+    async def main() -> Delta:
+        engine = await loaded(kind, views=models.views(published))
+        made = (await finish(engine, request(1)))[1]
+        await engine.close()
         return made
 
-    made, low = run(main())
+    made = kind.run(main())
     prompt = request(1).prompt
     logits = model.double()(torch.tensor([prompt + made.token_ids])).logits[0, len(prompt) - 1 : -1]
     raw = torch.log_softmax(logits, -1).gather(1, torch.tensor(made.token_ids)[:, None])[:, 0]
     assert made.raw_logprobs == pytest.approx(raw.tolist(), abs=1e-5)
-    assert len(low.token_ids) == 24
-    assert all(math.isfinite(x) for x in low.logprobs)
 
 
-def test_greedy_takes_the_arg_max_and_is_certain_of_it(factory: Factory) -> None:
+@kinds.EVERY_LONG
+def test_an_engine_may_compute_in_bfloat16(kind: Kind) -> None:
+    published = models.plain_model(kind.text(), seed=2, dtype=torch.bfloat16)
+
     async def main() -> Delta:
-        engine = await loaded(factory)
+        engine = await kind.start(kind.spec(dtype="bfloat16"))
+        await engine.load(1, models.views(published))
+        made = (await finish(engine, request(1), request(2)))[1]
+        await engine.close()
+        return made
+
+    made = kind.run(main())
+    assert len(made.token_ids) == 24
+    assert all(math.isfinite(x) for x in made.logprobs)
+
+
+@kinds.EVERY
+def test_greedy_takes_the_arg_max_and_is_certain_of_it(kind: Kind) -> None:
+    async def main() -> Delta:
+        engine = await loaded(kind)
         made = (await finish(engine, request(0, GREEDY)))[0]
         await engine.close()
         return made
 
-    made = run(main())
+    made = kind.run(main())
     prompt = request(0).prompt
-    logits = MODEL(torch.tensor([prompt + made.token_ids])).logits[0, len(prompt) - 1 : -1]
+    logits = kind.model(torch.tensor([prompt + made.token_ids])).logits[0, len(prompt) - 1 : -1]
     assert tuple(logits.argmax(-1).tolist()) == made.token_ids
     assert made.logprobs == (0.0,) * 24
     assert all(x < 0 for x in made.raw_logprobs)
 
 
-def test_a_stop_token_ends_the_sample_and_is_part_of_it(factory: Factory) -> None:
+@kinds.EVERY
+def test_a_stop_token_ends_the_sample_and_is_part_of_it(kind: Kind) -> None:
     async def main() -> None:
-        engine = await loaded(factory)
+        engine = await loaded(kind)
         free = (await finish(engine, request(1)))[1].token_ids
         stop = free[9]
         made = (await finish(engine, request(1, Sampling(24, stop_token_ids=(stop,)))))[1]
@@ -199,23 +238,25 @@ def test_a_stop_token_ends_the_sample_and_is_part_of_it(factory: Factory) -> Non
         assert made.token_ids == free[: free.index(stop) + 1]
         await engine.close()
 
-    run(main())
+    kind.run(main())
 
 
-def test_one_budget_holds_over_all_leases(factory: Factory) -> None:
+@kinds.EVERY
+def test_one_budget_holds_over_all_leases(kind: Kind) -> None:
     async def main() -> None:
-        engine = await loaded(factory)
+        engine = await loaded(kind)
         whole = (await finish(engine, request(1)))[1]
         rest = (await finish(engine, request(1, accepted=whole.token_ids[:20])))[1]
         assert (whole.finish, len(whole.token_ids), rest.finish, len(rest.token_ids)) == ("length", 24, "length", 4)
         await engine.close()
 
-    run(main())
+    kind.run(main())
 
 
-def test_an_aborted_request_is_never_heard_of_again(factory: Factory) -> None:
+@kinds.EVERY
+def test_an_aborted_request_is_never_heard_of_again(kind: Kind) -> None:
     async def main() -> None:
-        engine = await loaded(factory)
+        engine = await loaded(kind)
         for i in range(4):
             await engine.add(request(i))
         await engine.next()
@@ -230,42 +271,45 @@ def test_an_aborted_request_is_never_heard_of_again(factory: Factory) -> None:
             await asyncio.wait_for(engine.next(), 0.05)
         await engine.close()
 
-    run(main())
+    kind.run(main())
 
 
-def test_sleep_drops_requests_and_wake_brings_the_weights_back(factory: Factory) -> None:
+@kinds.EVERY
+def test_sleep_drops_requests_and_wake_brings_the_weights_back(kind: Kind) -> None:
     async def main() -> None:
-        engine = await loaded(factory)
-        before = (await finish(engine, request(1)))[1]
+        engine = await loaded(kind)
+        before = await finish(engine, request(1))
         await engine.add(request(2))
         await engine.sleep()
         with pytest.raises(EngineError, match="asleep"):
             await engine.add(request(1))
         await engine.wake()
-        assert (await finish(engine, request(1), never=(2,)))[1] == before
+        same(kind, await finish(engine, request(1), never=(2,)), before)
         await engine.close()
 
-    run(main())
+    kind.run(main())
 
 
-def test_weights_may_arrive_while_asleep(factory: Factory) -> None:
+@kinds.EVERY
+def test_weights_may_arrive_while_asleep(kind: Kind) -> None:
     async def main() -> None:
-        engine, fresh = await loaded(factory), models.plain_model(models.config_text(), seed=5)
+        engine, fresh = await loaded(kind), models.plain_model(kind.text(), seed=5)
         await engine.sleep()
         await engine.load(2, models.views(fresh))
         await engine.wake()
-        other = await loaded(factory, views=models.views(fresh))
-        assert await finish(engine, request(1)) == await finish(other, request(1))
+        other = await loaded(kind, views=models.views(fresh))
+        same(kind, await finish(engine, request(1)), await finish(other, request(1)))
         await engine.close()
         await other.close()
 
-    run(main())
+    kind.run(main())
 
 
-def test_new_weights_end_what_runs_and_rule_what_follows(factory: Factory) -> None:
+@kinds.EVERY
+def test_new_weights_end_what_runs_and_rule_what_follows(kind: Kind) -> None:
     async def main() -> None:
-        fresh = models.views(models.plain_model(models.config_text(), seed=5))
-        engine, other = await loaded(factory), await loaded(factory, views=fresh)
+        fresh = models.views(models.plain_model(kind.text(), seed=5))
+        engine, other = await loaded(kind), await loaded(kind, views=fresh)
         old = (await finish(engine, request(1)))[1]
         await engine.add(request(2))
         await engine.next()
@@ -275,49 +319,52 @@ def test_new_weights_end_what_runs_and_rule_what_follows(factory: Factory) -> No
         await engine.close()
         await other.close()
 
-    run(main())
+    kind.run(main())
 
 
-def test_what_cannot_ever_fit_is_refused_with_its_lengths(factory: Factory) -> None:
+@kinds.EVERY
+def test_what_cannot_ever_fit_is_refused_with_its_lengths(kind: Kind) -> None:
     async def main() -> None:
-        engine = await factory(models.spec(context=32))
+        engine = await kind.start(kind.spec())
         with pytest.raises(EngineError, match="no weights"):
             await engine.add(request(1))
-        await engine.load(1, VIEWS)
-        with pytest.raises(EngineError, match="30 tokens and 24 more exceed the context of 32"):
-            await engine.add(request(1, prompt=(1,) * 30))
+        await engine.load(1, kind.views)
+        with pytest.raises(EngineError, match="120 tokens and 24 more exceed the context of 128"):
+            await engine.add(request(1, prompt=(1,) * 120))
         with pytest.raises(EngineError, match="vocabulary of 29"):
             await engine.add(request(1, prompt=(29,)))
         with pytest.raises(EngineError, match="nothing to generate"):
             await engine.add(request(1, prompt=()))
-        exact = (await finish(engine, request(1, prompt=(1,) * 8)))[1]
+        exact = (await finish(engine, request(1, prompt=(1,) * 104)))[1]
         assert len(exact.token_ids) == 24
         await engine.close()
 
-    run(main())
+    kind.run(main())
 
 
-def test_weights_that_do_not_fit_are_refused_and_leave_none(factory: Factory) -> None:
+@kinds.EVERY
+def test_weights_that_do_not_fit_are_refused_and_leave_none(kind: Kind) -> None:
     async def main() -> None:
-        engine = await loaded(factory)
-        wrong = models.views(models.plain_model(models.config_text(vocab_size=31)))
-        for bad, words in ((wrong, "not \\(29, 32\\)"), (VIEWS[:-1], "1 weights are missing"), ([], "weights are missing")):
+        engine = await loaded(kind)
+        wrong = models.views(models.plain_model(kind.text(vocab_size=31)))
+        for bad, words in ((wrong, "not \\(29, 32\\)"), (kind.views[:-1], "1 weights are missing"), ([], "weights are missing")):
             with pytest.raises(EngineError, match=words):
                 await engine.load(2, bad)
             with pytest.raises(EngineError, match="no weights"):
                 await engine.add(request(1))
-        await engine.load(3, VIEWS)
+        await engine.load(3, kind.views)
         assert len((await finish(engine, request(1)))[1].token_ids) == 24
         await engine.close()
 
-    run(main())
+    kind.run(main())
 
 
-def test_nan_weights_fail_each_request_and_not_the_engine(factory: Factory) -> None:
+@kinds.EVERY
+def test_nan_weights_fail_each_request_and_not_the_engine(kind: Kind) -> None:
     async def main() -> None:
-        engine = await loaded(factory)
+        engine = await loaded(kind)
         good = await finish(engine, request(1))
-        sick = models.plain_model(models.config_text())
+        sick = models.plain_model(kind.text())
         sick.get_input_embeddings().weight[:, 0] = torch.nan
         await engine.load(2, models.views(sick))
         made = await finish(engine, request(1), request(2))
@@ -325,17 +372,18 @@ def test_nan_weights_fail_each_request_and_not_the_engine(factory: Factory) -> N
             assert delta.error is not None
             assert "not finite" in delta.error
             assert delta.token_ids == ()
-        await engine.load(3, VIEWS)
-        assert await finish(engine, request(1)) == good
+        await engine.load(3, kind.views)
+        same(kind, await finish(engine, request(1)), good)
         await engine.close()
 
-    run(main())
+    kind.run(main())
 
 
+@kinds.REFERENCE_ONLY
 @pytest.mark.parametrize("error", [IndexError("list index out of range"), KeyError("rope_type"), RuntimeError("out of memory")])
-def test_whatever_the_model_raises_is_the_engine_s_failure(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_whatever_the_model_raises_is_the_engine_s_failure(kind: Kind, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     async def main() -> None:
-        engine = await loaded(FACTORIES["reference"])
+        engine = await loaded(kind)
 
         def fails(*_args: object) -> list[Delta]:
             raise error
@@ -346,16 +394,17 @@ def test_whatever_the_model_raises_is_the_engine_s_failure(monkeypatch: pytest.M
             await engine.next()
         await engine.close()
 
-    run(main())
+    kind.run(main())
 
 
-def test_a_sample_with_nan_does_not_touch_its_neighbours(factory: Factory) -> None:
+@kinds.EVERY_LONG
+def test_a_sample_with_nan_does_not_touch_its_neighbours(kind: Kind) -> None:
     async def main() -> None:
-        sick = models.plain_model(models.config_text(tie_word_embeddings=False))
+        sick = models.plain_model(kind.text(tie_word_embeddings=False))
         sick.get_input_embeddings().weight[28] = torch.nan  # only a prompt with token 28 meets it
         sick.get_output_embeddings().weight[28] = 0.0
         views = models.views(sick)
-        engine = await loaded(factory, models.spec(models.config_text(tie_word_embeddings=False), max_batch=4), views)
+        engine = await loaded(kind, kind.spec(kind.text(tie_word_embeddings=False), max_batch=4), views)
         clean = {i: (await finish(engine, request(i, GREEDY)))[i] for i in range(4)}
         for _ in range(3):
             made = await finish(engine, request(9, GREEDY, prompt=(1, 2, 28, 4)), *(request(i, GREEDY) for i in range(4)))
@@ -363,12 +412,13 @@ def test_a_sample_with_nan_does_not_touch_its_neighbours(factory: Factory) -> No
             assert {i: d.token_ids for i, d in made.items()} == {i: d.token_ids for i, d in clean.items()}
         await engine.close()
 
-    run(main())
+    kind.run(main())
 
 
-def test_pace_bounds_each_samples_rate(factory: Factory) -> None:
+@kinds.EVERY_LONG
+def test_pace_bounds_each_samples_rate(kind: Kind) -> None:
     async def main() -> None:
-        engine = await loaded(factory, models.spec(pace=100.0))
+        engine = await loaded(kind, kind.spec(pace=100.0))
         times: list[float] = []
         cpu, began = time.process_time(), time.monotonic()
         await engine.add(request(1))
@@ -385,26 +435,28 @@ def test_pace_bounds_each_samples_rate(factory: Factory) -> None:
         assert engine.progress() >= 24
         await engine.close()
 
-    run(main())
+    kind.run(main())
 
 
-def test_a_config_that_names_no_causal_lm_is_refused(factory: Factory) -> None:
+@kinds.EVERY
+def test_a_config_that_names_no_causal_lm_is_refused(kind: Kind) -> None:
     async def main() -> None:
-        sliding = models.config_text(layer_types=["sliding_attention"] * 2)
-        for text in ("[]", "{", '{"model_type": "no-such"}', '{"vocab_size": 3}', sliding):
+        sliding = kind.text(layer_types=["sliding_attention"] * 2)
+        for text in ("[]", "{", '{"model_type": "no-such"}', '{"vocab_size": 3}', *([sliding] if kind.draws_by_place else [])):
             with pytest.raises(EngineError):
-                await factory(models.spec(text))
+                await kind.start(kind.spec(text))
         with pytest.raises(EngineError, match="dtype"):
-            await factory(models.spec(dtype="int8"))
+            await kind.start(kind.spec(dtype="int8"))
 
-    run(main())
+    kind.run(main())
 
 
-def test_moved_samples_have_the_models_distribution(factory: Factory) -> None:
+@kinds.EVERY_LONG
+def test_moved_samples_have_the_models_distribution(kind: Kind) -> None:
     """20,000 samples moved at random offsets, float32, no deterministic mode: tokens on either side of the move."""
     stats = pytest.importorskip("scipy.stats")
     vocab, length, count, prompt = 5, 4, 20_000, (2, 3)
-    text = models.config_text(vocab_size=vocab, num_hidden_layers=1)
+    text = kind.text(vocab_size=vocab, num_hidden_layers=1)
     model = models.plain_model(text, seed=8, scale=2.0)
     how = Sampling(length)
 
@@ -412,14 +464,15 @@ def test_moved_samples_have_the_models_distribution(factory: Factory) -> None:
         return Request(i, prompt, accepted, upto - len(accepted), how, 5, SampleKey("train", 0, i // 8, i % 8))
 
     async def main() -> list[tuple[int, tuple[int, ...]]]:
-        engine = await loaded(factory, models.spec(text, dtype="float32", max_batch=1024, context=16), models.views(model))
+        spec = kind.spec(text, dtype="float32", max_batch=1024 if kind.draws_by_place else 128, context=16)
+        engine = await loaded(kind, spec, models.views(model))
         cuts = [1 + (i * 7919) % (length - 1) for i in range(count)]
         heads = await finish(engine, *(ask(i, (), cuts[i]) for i in range(count)))
         tails = await finish(engine, *(ask(i, heads[i].token_ids, length) for i in reversed(range(count))))
         await engine.close()
         return [(cuts[i], heads[i].token_ids + tails[i].token_ids) for i in range(count)]
 
-    samples = run(main())
+    samples = kind.run(main())
     texts = [tuple(int(d) for d in torch.unravel_index(torch.tensor(n), (vocab,) * length)) for n in range(vocab**length)]
     logits = model(torch.tensor([prompt + t for t in texts])).logits[:, 1:-1].double()
     logprobs = torch.log_softmax(logits, -1).gather(2, torch.tensor(texts)[:, :, None])[:, :, 0].sum(1)

@@ -15,7 +15,7 @@ from types import ModuleType
 
 import pytest
 
-from rollout.engines.base import Delta, EngineInfo, Request
+from rollout.engines.base import Delta, EngineInfo, Host, Request
 from rollout.events import EXIT_DRAINED, EXIT_ENGINE_FAILED, EXIT_PREEMPTED, EXIT_REFUSED, Identity, Leave, Limits
 from rollout.worker import Options, Worker
 from scavenger import keys, wire
@@ -110,7 +110,7 @@ class Stage:
         options = Options(tmp_path, ME, WHO, limits, pull_s=2.0, started_at=time.monotonic())
         self.worker = asyncio.create_task(Worker(options, builder=lambda _name: self.build).run())
 
-    async def build(self, _spec: EngineSpec) -> Scripted:
+    async def build(self, _spec: EngineSpec, _host: Host) -> Scripted:
         return self.engine
 
     def welcome(self) -> None:
@@ -363,7 +363,7 @@ def test_a_request_that_breaks_the_engine_kills_it_and_not_the_sample_alone(play
 
 def test_an_engine_that_cannot_be_built_for_an_unforeseen_reason_ends_the_worker(play: Run) -> None:
     async def scene(stage: Stage) -> None:
-        async def build(_spec: EngineSpec) -> Scripted:
+        async def build(_spec: EngineSpec, _host: Host) -> Scripted:
             raise IndexError("no device 3")
 
         stage.build = build  # type: ignore[method-assign]

@@ -1,0 +1,107 @@
+"""A checksum of weights that survives how an engine stores them: fused, sliced over ranks, padded with zeros or packed for a kernel.
+
+It is the sum, mod 2^64, of a hash of each element's bits, with zero hashing to zero. The elements of a fused tensor are those of its
+parts, those of all ranks' slices are the tensor's, and padding adds nothing; so what the manifest names and what sits in the engine compare
+without knowing the engine's layout. Blind to permutations inside one tensor, which no loader makes by accident in one tensor alone:
+everything else (a stale, missing, doubled, cut or altered element) changes it. Knows torch; knows no engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MASK = (1 << 64) - 1
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SLICE = 1 << 22  # elements hashed at a time: bounds the temporaries to some 100 MB
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)
+_OTHER = 0xC2B2AE3D27D4EB4F - (1 << 64)
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """Of one tensor, or of parts of it: the checksum, how many elements it covers, and whether each is a number. `value` says nothing where
+    one is not: a kernel that is asked for its weights answers with NaN for more elements than those that are."""
+
+    value: int
+    numel: int
+    finite: bool = True
+
+    def __add__(self, other: Sum) -> Sum:
+        return Sum((self.value + other.value) & MASK, self.numel + other.numel, self.finite and other.finite)
+
+    def times(self, copies: int) -> Sum:
+        return Sum(self.value * copies & MASK, self.numel * copies, self.finite)
+
+    def agrees(self, other: Sum) -> bool:
+        return self.finite == other.finite and (self.value == other.value or not self.finite)
+
+
+NOTHING = Sum(0, 0)
+
+
+def total(parts: Iterable[Sum]) -> Sum:
+    return sum(parts, NOTHING)
+
+
+def checksum(tensor: Tensor) -> Sum:
+    """The checksum of a tensor of any shape, device and floating dtype. -0.0 counts as 0.0."""
+    value, finite = 0, True
+    flat = tensor.detach().reshape(-1)
+    for part in torch.split(flat, _SLICE):
+        finite = finite and bool(torch.isfinite(part).all())
+        bits = (part + 0.0).view(_BITS[part.element_size()]).to(torch.int64)
+        mixed = bits * _ODD  # wraps, as all arithmetic on int64 does
+        mixed = (mixed ^ (mixed >> 29)) * _OTHER
+        value += int((mixed ^ (mixed >> 32)).sum())
+    return Sum(value & MASK, flat.numel(), finite)
+
+
+def sources(parameter: str, published: Iterable[str], packed: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """The published tensors that an engine's parameter is made of. `packed`: fused module's name -> names of its parts."""
+    known = set(published)
+    if parameter in known:
+        return (parameter,)
+    for fused, parts in packed.items():
+        names = tuple(parameter.replace(f".{fused}.", f".{part}.") for part in parts)
+        if f".{fused}." in parameter and known.issuperset(names):
+            return names
+    return ()
+
+
+def faults(
+    published: Mapping[str, Sum],
+    ranks: Sequence[Mapping[str, Sum]],
+    packed: Mapping[str, Sequence[str]],
+    tied: Mapping[str, str],
+    kv_heads: int,
+) -> list[str]:
+    """What does not hold of an engine's parameters, in words; empty when each holds exactly what was published for it.
+
+    `tied`: a name -> the one under which its tensor was published. `ranks`: by parameter, what each tensor-parallel rank holds. A rank
+    holds its slice, or the whole (norms), or, of a model with fewer key-value heads than ranks, a head that others hold too.
+    """
+    said: list[str] = []
+    used: set[str] = set()
+    for parameter in ranks[0]:
+        names = sources(tied.get(parameter, parameter), published, packed)
+        if not names:
+            said.append(f"{parameter} is not made of published tensors")
+            continue
+        used.update(names)
+        whole = total(published[name] for name in names)
+        if len(ranks) > 1 and ranks[0][parameter].numel == whole.numel:
+            expected = whole.times(len(ranks))
+        else:
+            expected = total(published[name].times(_copies(name, len(ranks), kv_heads)) for name in names)
+        if not total(rank[parameter] for rank in ranks).agrees(expected):
+            said.append(f"{parameter} does not hold {' + '.join(names)}")
+    return said + [f"{name} is held by no parameter" for name in sorted(published.keys() - used)]
+
+
+def _copies(name: str, ranks: int, kv_heads: int) -> int:
+    """On how many ranks each element of a sliced tensor lies."""
+    return max(1, ranks // kv_heads) if ".k_proj." in name or ".v_proj." in name else 1

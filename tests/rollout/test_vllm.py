@@ -1,0 +1,310 @@
+"""The vLLM engine beyond the contract: seeds, life and death of its core, and the worker as the process that it is, with a real daemon."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from rollout.engines.base import Engine, Request
+from rollout.events import EXIT_ENGINE_FAILED, EXIT_PREEMPTED
+from scavenger import keys, wire
+from scavenger.client import Client
+from scavenger.config import RunConfig
+from scavenger.errors import EngineError
+from scavenger.weights import manifest as manifests
+from scavenger.weights.source import WeightSource
+from scavenger.wire import GroupSpec, Lease, SampleKey, Sampling, pack_tokens, unpack_logprobs, unpack_tokens
+from tests.rollout.daemon import FakeDaemon
+from tests.router.edge import LiveDaemon
+
+torch = pytest.importorskip("torch", reason="the engines need the [trainer] extra")
+models = pytest.importorskip("tests.rollout.models")
+kinds = pytest.importorskip("tests.rollout.kinds")
+from tests.rollout.test_engine_contract import finish, loaded, request  # noqa: E402  needs torch
+
+Kind = kinds.Kind
+PATIENCE_S = 300.0  # for an engine to start on a busy machine
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def sibling(index: int, accepted: tuple[int, ...] = (), most: int = 24) -> Request:
+    how = Sampling(most)
+    return Request(index, (3, 1, 2), accepted, most - len(accepted), how, 11, SampleKey("train", 3, 0, index))
+
+
+def forward(model: Any, prompt: tuple[int, ...], tokens: tuple[int, ...]) -> Any:
+    """Log-probabilities `[len(tokens), vocab]` of a plain transformers pass."""
+    logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].double()
+    return torch.log_softmax(logits, -1)
+
+
+# ---------------------------------------------------------------- sampling
+
+
+@kinds.VLLM_ONLY
+def test_siblings_differ_whichever_engine_serves_them(kind: Kind) -> None:
+    async def main() -> None:
+        engines = [await loaded(kind) for _ in range(2)]
+        made = [(await finish(engines[i % 2], sibling(i)))[i].token_ids for i in range(8)]
+        assert len(set(made)) == 8
+        for engine in engines:
+            await engine.close()
+
+    kind.run(main())
+
+
+@kinds.VLLM_ONLY_LONG
+def test_siblings_on_8_fresh_engines_differ(kind: Kind) -> None:
+    from rollout.engines import vllm
+    from rollout.engines.base import Host
+
+    async def main() -> None:
+        made = []
+        for i in range(8):  # one after another: each is another process, none knows of the others
+            engine = await vllm.build(kind.spec(), Host("run"))
+            await engine.load(1, kind.views)
+            made.append((await finish(engine, sibling(i)))[i].token_ids)
+            await engine.close()
+        assert len(set(made)) == 8
+
+    kind.run(main())
+
+
+@kinds.VLLM_ONLY
+def test_a_move_draws_anew_and_its_logprobs_are_the_model_s_before_and_after_it_and_a_swap(kind: Kind) -> None:
+    fresh = models.plain_model(kind.text(), seed=5)
+
+    async def main() -> None:
+        engine, other = await loaded(kind), await loaded(kind)
+        whole = (await finish(engine, sibling(1)))[1]
+        head = whole.token_ids[:7]
+        moved = (await finish(other, sibling(1, head)))[1]
+        assert moved.token_ids != whole.token_ids[7:], "the generator started over, or went on as if nothing had happened"
+        assert moved.token_ids[:7] != head, "the moved sample repeats the numbers that its first tokens were drawn from"
+        _agree(kind.model, head + moved.token_ids, whole.logprobs[:7] + moved.logprobs)
+        await other.load(2, models.views(fresh))
+        swapped = (await finish(other, sibling(1, head)))[1]
+        _agree(fresh, head + swapped.token_ids, swapped.logprobs, start=7)
+        await engine.close()
+        await other.close()
+
+    kind.run(main())
+
+
+def _agree(model: Any, tokens: tuple[int, ...], logprobs: tuple[float, ...], start: int = 0) -> None:
+    exact = forward(model, (3, 1, 2), tokens).gather(1, torch.tensor(tokens)[:, None])[start:, 0]
+    assert max(abs(a - b) for a, b in zip(exact.tolist(), logprobs, strict=True)) <= 1e-4
+
+
+@kinds.VLLM_ONLY
+def test_no_stop_token_is_drawn_before_min_tokens_of_the_whole_sample(kind: Kind) -> None:
+    async def main() -> None:
+        engine = await loaded(kind)
+        stops = tuple(range(15))  # half of the vocabulary: a free sample ends at once
+        how = Sampling(24, stop_token_ids=stops, min_tokens=12)
+        made = (await finish(engine, *(request(i, how) for i in range(6)), request(7, how, accepted=(20,) * 10)))
+        for delta in (made[i] for i in range(6)):
+            assert not set(delta.token_ids[:11]) & set(stops)
+            assert delta.finish == "stop"
+        assert not set(made[7].token_ids[:1]) & set(stops)
+        assert len(made[7].token_ids) < 14
+        await engine.close()
+
+    kind.run(main())
+
+
+# ---------------------------------------------------------------- life and death
+
+
+@kinds.VLLM_ONLY
+@pytest.mark.parametrize("busy", [True, False])
+def test_the_death_of_the_core_is_noticed_at_once(kind: Kind, busy: bool) -> None:
+    async def main() -> None:
+        engine = await loaded(kind)
+        waiting = asyncio.create_task(_until_it_dies(engine, busy))
+        await asyncio.sleep(0)
+        (core,) = engine._engine.bare._cores.values()  # type: ignore[attr-defined]
+        began = time.monotonic()
+        os.kill(core, signal.SIGKILL)
+        with pytest.raises(EngineError, match=rf"core \(process {core}\) ended by itself"):
+            await waiting
+        assert time.monotonic() - began < 2.0
+        with pytest.raises(EngineError):
+            await engine.load(2, kind.views)
+        await engine.close()
+
+    kind.run(main())
+
+
+async def _until_it_dies(engine: Engine, busy: bool) -> None:
+    if busy:
+        await engine.add(request(1, Sampling(100)))
+    while True:
+        await engine.next()
+
+
+def core_of(worker: int) -> psutil.Process:
+    (core,) = [c for c in psutil.Process(worker).children(recursive=True) if "EngineCore" in " ".join(c.cmdline())]
+    return core
+
+
+def eventually(what: str, condition: Callable[[], object], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
+        time.sleep(0.02)
+
+
+def command(state_dir: Path, key: Path) -> tuple[list[str], dict[str, str]]:
+    argv = [sys.executable, "-m", "rollout", "--state-dir", str(state_dir), "--key", str(key)]
+    argv += ["--kind", "harvested", "--run", "r", "--engine", "vllm"]
+    return argv, {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SCAVENGER_GPUS": "1"}
+
+
+@asynccontextmanager
+async def worker_process(state_dir: Path, pair: keys.KeyPair) -> AsyncIterator[asyncio.subprocess.Process]:
+    key = state_dir / "worker.key"
+    keys.write_keypair(key, pair)
+    argv, environment = command(state_dir, key)
+    with open(state_dir / "worker.log", "ab") as log:
+        started = await asyncio.create_subprocess_exec(*argv, env=environment, stderr=log, stdout=log)
+    try:
+        yield started
+    finally:
+        if started.returncode is None:
+            started.kill()
+        await started.wait()
+
+
+SERVER, ME = keys.generate(), keys.generate()
+
+
+def _lease(sample: int, version: int, how: Sampling) -> wire.Assign:
+    return wire.Assign((Lease(sample, 1, version, pack_tokens((3, 1, 2)), b"", how, 11, SampleKey("train", 3, 0, sample)),))
+
+
+def _greedy(model: Any, tokens: list[int]) -> bool:
+    return forward(model, (3, 1, 2), tuple(tokens)).argmax(-1).tolist() == tokens
+
+
+@kinds.VLLM_ONLY
+def test_the_worker_refuses_a_bad_version_swaps_weights_mid_flight_and_leaves_in_time(kind: Kind, tmp_path: Path) -> None:
+    fresh = models.plain_model(kind.text(), seed=5)
+    wrong = models.plain_model(kind.text(vocab_size=31))
+
+    async def main() -> None:
+        with FakeDaemon(tmp_path, SERVER, {ME.public}) as daemon, WeightSource(keep=4) as source:
+
+            def use(version: int, model: Any) -> None:
+                manifest, blob = models.weights(model, version)
+                daemon.send(wire.UseWeights(version, manifests.encode(manifest), (source.publish(manifest, blob),)))
+
+            async with worker_process(tmp_path, ME) as worker:
+                await daemon.expect(wire.WorkerHello, PATIENCE_S)
+                daemon.send(wire.Welcome(1, 1, "r", kind.spec(context=2000), 0.5, 20.0, 8))
+                use(1, wrong)
+                failed = await daemon.expect(wire.WeightsFailed, PATIENCE_S)
+                assert (failed.version, "not (29, 32)" in failed.reason) == (1, True)
+                use(2, kind.model)
+                assert (await daemon.expect(wire.WeightsLoaded, PATIENCE_S)).version == 2
+                daemon.send(_lease(1, 2, Sampling(1900, temperature=0.0)))
+                old = await daemon.tokens(1, 20, PATIENCE_S)
+                use(3, fresh)
+                assert (await daemon.expect(wire.WeightsLoaded, PATIENCE_S)).version == 3
+                daemon.inbox.clear()
+                daemon.send(_lease(2, 3, Sampling(24, temperature=0.0)))
+                new = await daemon.tokens(2, 24, PATIENCE_S)
+                assert _greedy(kind.model, old[:20])
+                assert _greedy(fresh, new)
+                assert not _greedy(kind.model, new)
+                daemon.send(_lease(3, 3, Sampling(1900)))
+                await daemon.tokens(3, 10, PATIENCE_S)
+                core = core_of(worker.pid)
+                began = time.monotonic()
+                os.kill(core.pid, signal.SIGTERM)  # as Slurm does, to every process of the step
+                worker.send_signal(signal.SIGTERM)
+                goodbye = await daemon.expect(wire.Goodbye)
+                assert (goodbye.notice, goodbye.failed) == (True, False)
+                assert await worker.wait() == EXIT_PREEMPTED
+                assert time.monotonic() - began < 2.0
+                eventually("the core to go with its worker", lambda: not core.is_running(), 5.0)
+
+    asyncio.run(main())
+
+
+@kinds.VLLM_ONLY_LONG
+def test_a_worker_that_is_killed_takes_its_core_along(kind: Kind, tmp_path: Path) -> None:
+    async def main() -> None:
+        with FakeDaemon(tmp_path, SERVER, {ME.public}) as daemon, WeightSource() as source:
+            async with worker_process(tmp_path, ME) as worker:
+                await daemon.expect(wire.WorkerHello, PATIENCE_S)
+                daemon.send(wire.Welcome(1, 1, "r", kind.spec(), 0.5, 20.0, 8))
+                manifest, blob = models.weights(kind.model)
+                daemon.send(wire.UseWeights(1, manifests.encode(manifest), (source.publish(manifest, blob),)))
+                await daemon.expect(wire.WeightsLoaded, PATIENCE_S)
+                core = core_of(worker.pid)
+                worker.kill()
+                await worker.wait()
+                eventually("the core to go with its worker", lambda: not core.is_running(), 5.0)
+
+    asyncio.run(main())
+
+
+# ---------------------------------------------------------------- with a real daemon
+
+
+@contextmanager
+def a_run(daemon: LiveDaemon, spec: wire.EngineSpec) -> Iterator[Any]:
+    config = RunConfig.model_validate(
+        {
+            "run": {"name": "r", "seed": 11, "steps": 3, "state_dir": daemon.state_dir, "out_dir": daemon.state_dir / "out"},
+            "model": {"path": daemon.state_dir, "context_length": spec.context_length},
+            "engine": {"name": "vllm"},
+            "sampling": {"max_tokens": 24},
+        }
+    )
+    with Client.connect(daemon.state_dir) as client:
+        yield client.open_run(config, engine=spec, tokenizer="", resume_step=0)
+
+
+@kinds.VLLM_ONLY
+def test_a_group_comes_through_the_real_worker_and_daemon_and_a_killed_core_ends_the_worker(kind: Kind, tmp_path: Path) -> None:
+    spec = wire.EngineSpec("vllm", kind.text(), "float32", 16, 128)
+
+    async def main() -> None:
+        with LiveDaemon(tmp_path / "state") as daemon, a_run(daemon, spec) as run, WeightSource() as source:
+            async with worker_process(daemon.state_dir, daemon.worker_key("j")) as worker:
+                manifest, blob = models.weights(kind.model)
+                run.publish(1, manifest, source.publish(manifest, blob))
+                run.submit(1, 1, [GroupSpec(0, pack_tokens((3, 1, 2)), 4, Sampling(24))])
+                deadline, done = time.monotonic() + PATIENCE_S, []
+                while not done:
+                    assert time.monotonic() < deadline, (daemon.state_dir / "worker.log").read_text()
+                    assert worker.returncode is None
+                    done = await asyncio.to_thread(run.poll, 1.0)
+                samples = done[0].samples
+                answers = [tuple(unpack_tokens(s.tokens)) for s in samples]
+                assert len(set(answers)) == 4
+                for sample, tokens in zip(samples, answers, strict=True):
+                    assert (len(tokens), sample.finish) == (24, "length")
+                    _agree(kind.model, tokens, tuple(unpack_logprobs(sample.logprobs)))
+                core_of(worker.pid).kill()
+                assert await asyncio.wait_for(worker.wait(), 10.0) == EXIT_ENGINE_FAILED
+                assert "ended by itself" in (daemon.state_dir / "worker.log").read_text()
+                eventually("the ledger to say why", lambda: _said(daemon, "ended by itself"), 10.0)
+
+    asyncio.run(main())
+
+
+def _said(daemon: LiveDaemon, words: str) -> bool:
+    return any(words in str(value) for row in daemon.query("SELECT * FROM workers") + daemon.query("SELECT * FROM events") for value in row)
