@@ -261,7 +261,7 @@ class Daemon:
         return status.Status(
             self.clock(), writer.generation, socket.gethostname(), os.getpid(), started_at, str(writer.state), writer.reason,
             writer.backlog, writer.backlog_bytes, writer.wal.nbytes, writer.wal.written_back, writer.wal.blocked,
-            payloads.nbytes, payloads.bound, payloads.evictions, server.office.reads,
+            payloads.nbytes, payloads.bound, payloads.evictions, server.gate.reads,
             database=writer.engine.dialect.name,
         )  # fmt: skip
 

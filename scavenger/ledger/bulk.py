@@ -13,8 +13,8 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from scavenger.ledger.batch_sql import parts
 from scavenger.ledger.records import ChunkAccepted
-from scavenger.ledger.sets import parts
 
 #: Column and, for COPY, its PostgreSQL type.
 _COLUMNS: tuple[tuple[str, str], ...] = (

@@ -1,4 +1,4 @@
-"""How a batch of records of one kind becomes parameter rows: by name for a statement's row, in order for `sets`. Pure."""
+"""How a batch of records of one kind becomes parameter rows: by name for a statement's row, in order for `batch_sql`. Pure."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def each(records: Sequence[Record]) -> Iterator[Row]:
 
 
 def tuples(names: tuple[str, ...], make: Rows, records: Sequence[Any]) -> tuple[tuple[type, ...], list[tuple[Any, ...]]]:
-    """Rows of a batch of one kind for `sets`: the Python type of each parameter, and values in the order of `names`."""
+    """Rows of a batch of one kind for `batch_sql`: the Python type of each parameter, and values in the order of `names`."""
     kind: type[Record] = type(records[0])
     hints = _field_types(kind)
     types = tuple(hints.get(name.removeprefix("p_"), int) for name in names)  # what is not a field is a count

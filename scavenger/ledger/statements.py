@@ -23,16 +23,16 @@ from sqlalchemy import Table, bindparam
 from scavenger.errors import LedgerError
 from scavenger.ledger import records as r
 from scavenger.ledger import schema as t
+from scavenger.ledger.batch_sql import Shape
 from scavenger.ledger.parameters import Row, Rows, each, lengths, new_samples
 from scavenger.ledger.records import Record
-from scavenger.ledger.sets import Shape
 
 
 @dataclass(frozen=True, slots=True)
 class Statement:
     """One statement and how a batch of records becomes its parameter rows. `must_match`: each row must change exactly one.
 
-    `shape` says the same for many rows at once (`sets`), where the statement has such a form.
+    `shape` says the same for many rows at once (`batch_sql`), where the statement has such a form.
     """
 
     sql: sa.Executable

@@ -23,7 +23,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from scavenger.errors import Fenced, LedgerError
-from scavenger.ledger import moves, sets
+from scavenger.ledger import batch_sql, moves
 from scavenger.ledger.bulk import append_chunks
 from scavenger.ledger.compaction import reduce_contents
 from scavenger.ledger.moves import Plan
@@ -212,11 +212,11 @@ def _run_all(connection: sa.Connection, statements: tuple[Statement, ...], recor
     """The statements of one kind, in order: over one table of their parameters where they have it in common."""
     shapes = tuple(s.shape for s in statements if s.shape is not None and s.rows is each)
     strict = all(s.must_match for s in statements if s.shape is not None and s.shape.keys)  # what joint counts rest on
-    if 1 < len(shapes) == len(statements) and strict and len(records) >= sets.FEWEST and sets.possible(connection):
-        names = sets.joint_names(shapes)
+    if 1 < len(shapes) == len(statements) and strict and len(records) >= batch_sql.FEWEST and batch_sql.possible(connection):
+        names = batch_sql.joint_names(shapes)
         types, rows = tuples(names, each, records)
-        if sets.apart(shapes, names, rows):
-            for statement, changed in zip(statements, sets.run_jointly(connection, shapes, types, rows), strict=True):
+        if batch_sql.apart(shapes, names, rows):
+            for statement, changed in zip(statements, batch_sql.run_jointly(connection, shapes, types, rows), strict=True):
                 _compare(statement, records, len(rows), changed, counted=connection.dialect.name == "sqlite")
             return
     for statement in statements:
@@ -224,13 +224,13 @@ def _run_all(connection: sa.Connection, statements: tuple[Statement, ...], recor
 
 
 def _run(connection: sa.Connection, statement: Statement, records: Sequence[Record]) -> None:
-    if statement.shape is not None and sets.possible(connection):
+    if statement.shape is not None and batch_sql.possible(connection):
         # By the number of rows: one group makes a row for each of its samples, many chunks of a sample make one.
         names = statement.shape.names
         types, rows = tuples(names, statement.rows, records)
         wanted = len(rows)
-        if wanted >= sets.FEWEST:
-            changed = sets.run(connection, statement.shape, types, rows)
+        if wanted >= batch_sql.FEWEST:
+            changed = batch_sql.run(connection, statement.shape, types, rows)
         else:
             changed = connection.execute(statement.sql, [dict(zip(names, row, strict=True)) for row in rows]).rowcount if rows else 0
     else:

@@ -14,8 +14,9 @@ from collections.abc import Sequence
 
 from scavenger.router import samples as sm
 from scavenger.router import telling
+from scavenger.router.core import Core
 from scavenger.router.policy import Move, Placement
-from scavenger.router.state import Core, Limits, Run, SampleStatus, Worker, Yielding
+from scavenger.router.state import Limits, Run, SampleStatus, Worker, Yielding
 from scavenger.router.views import YIELDS, LiveView
 from scavenger.wire import Held, Revoke, Yield
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from scavenger.router import advice, runs, views
+from scavenger.router import advice, fleets, views
 from scavenger.router import samples as sm
+from scavenger.router.core import Core
 from scavenger.router.policy import Standard
-from scavenger.router.state import Core, Run, Sample, SampleStatus, Worker, WorkerStatus
+from scavenger.router.state import Run, Sample, SampleStatus, Worker, WorkerStatus
 
 
 def check(core: Core) -> None:
@@ -60,7 +61,7 @@ def _check_run(core: Core, run: Run) -> None:
     assert {s.id for v in versions for s in run.queue.waiting(v)} == waiting, f"run {run.id}: the queue's order lacks samples"
     if run.ended:
         return
-    sizes = runs.fleet_sizes(run)
+    sizes = fleets.fleet_sizes(run)
     assert run.restated or run.sizes == sizes, f"run {run.id}: its fleet is counted as {run.sizes}, and is {sizes}"
     if run.serving is not None and not run.restated:
         version, serving = run.serving

@@ -1,7 +1,7 @@
 """What a slow peer has not taken yet of the large messages that it was sent: groups on their way to a trainer. Pure tables, no IO.
 
 A group is a few MB, and the transport's queue is bounded by number. So the bytes handed to it are counted until it has given them to the
-network; while those of a connection exceed the bound, its further messages stand in line (`router.lines`), as few words each: their
+network; while those of a connection exceed the bound, its further messages stand in line (`router.ordered_reads`), as few words each: their
 tokens are in the ledger. Nothing is dropped. Knows no socket: `gone()` of a parcel says that its bytes are freed.
 """
 

@@ -15,8 +15,9 @@ import math
 from dataclasses import dataclass
 
 from scavenger.ledger import records as rec
-from scavenger.router import advice, audit, restore, runs, workers
+from scavenger.router import advice, audit, fleets, greeting, orders, restore, runs, workers
 from scavenger.router import samples as sm
+from scavenger.router.core import Core
 from scavenger.router.events import (
     Committed,
     Heard,
@@ -32,7 +33,7 @@ from scavenger.router.events import (
 )
 from scavenger.router.payloads import Payloads
 from scavenger.router.policy import NewPolicy
-from scavenger.router.state import Core, Limits, Run, Worker
+from scavenger.router.state import Limits, Run, Worker
 from scavenger.wire import Chunks, Heartbeat, Ping, WeightsLoaded, Yielded
 
 
@@ -74,7 +75,7 @@ class Router:
             case Committed(ticket=ticket):
                 sm.confirm_durable(core, core.settle(ticket))
             case HelloReceived(conn=conn, identity=identity, hello=hello):
-                workers.hello(core, conn, identity, hello)
+                greeting.hello(core, conn, identity, hello)
             case TrainerCalled(conn=conn, identity=identity, call=call):
                 runs.called(core, conn, identity, call)
             case HistoryRead(run_id=run_id, attempt=attempt, groups=groups):
@@ -83,7 +84,7 @@ class Router:
                 self._job_gone(event)
             case IntentRevoked():
                 for worker in self._of_intent(event.intent_id):
-                    workers.drain(core, worker, event.reason)
+                    orders.drain(core, worker, event.reason)
             case Tick():
                 self._tick()
         self._settle_fleet(event)
@@ -121,11 +122,11 @@ class Router:
         run.target, run.idled = target, []
         for worker in idle:
             if not worker.leases and worker.id in run.workers:
-                workers.steer(self.core, worker, target)
+                orders.steer(self.core, worker, target)
 
     def _ask(self, run: Run, *, fleet: bool, timed: bool) -> None:
         """Moves and the window are asked for when the fleet, the step or the window changed, and when it is time."""
-        sizes = runs.counted(run) if fleet or timed else runs.counted_again(run) if run.recount else run.sizes
+        sizes = fleets.counted(run) if fleet or timed else fleets.counted_again(run) if run.recount else run.sizes
         run.recount = False
         fresh, run.fresh, run.sizes = run.fresh or sizes != run.sizes, False, sizes
         if fresh or timed:
@@ -140,7 +141,7 @@ class Router:
         moved = told != (*run.sizes, run.window)
         if not moved and not timed:
             return
-        fleet = runs.fleet_of(run)
+        fleet = fleets.fleet_of(run)
         if fleet != last:
             run.fleet = fleet
             self.core.send(run.conn, fleet)

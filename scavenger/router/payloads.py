@@ -7,7 +7,7 @@ to the accepted length:
     ledger only | memory and ledger, may be evicted | memory only, never evicted (the writer's backlog bounds it)
 
 `PayloadStore` keeps to `bound` bytes by evicting the durable tokens of the samples whose last commit is longest ago. What was evicted,
-or never loaded since a restart, is read back by the edge (`router.lines`) before the core or a peer needs it. Decides nothing.
+or never loaded since a restart, is read back by the edge (`router.ordered_reads`) before the core or a peer needs it. Decides nothing.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ import msgspec
 
 from scavenger.ledger import records as rec
 from scavenger.router import samples as sm
-from scavenger.router.state import Core, Group, Run, Sample, SampleStatus, Version, Worker, WorkerStatus
+from scavenger.router.core import Core
+from scavenger.router.state import Group, Run, Sample, SampleStatus, Version, Worker, WorkerStatus
 from scavenger.wire import EngineSpec, Reply, RunOpened, Sampling
 
 

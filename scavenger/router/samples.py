@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from scavenger.ledger import records as rec
+from scavenger.router.core import Core
 from scavenger.router.policy import SampleFinished
-from scavenger.router.state import Core, Group, Run, Sample, SampleStatus, Worker, WorkerStatus
+from scavenger.router.state import Group, Run, Sample, SampleStatus, Worker, WorkerStatus
 from scavenger.wire import Ack, Assign, Chunk, DoneSample, GroupDone, Held, Lease, Revoke, RunStopped
 
 ASSIGN_BYTES = 4 * 1024 * 1024

@@ -38,10 +38,10 @@ from scavenger.router.events import (
     Write,
 )
 from scavenger.router.keyring import KeyRing
-from scavenger.router.lines import ReadPayloads, patiently
 from scavenger.router.machine import Router
-from scavenger.router.office import Office
+from scavenger.router.ordered_reads import ReadPayloads, patiently
 from scavenger.router.payload_check import checked, fits
+from scavenger.router.payload_gate import PayloadGate
 from scavenger.router.payloads import PayloadStore
 
 __all__ = ["KeyRing", "LedgerWriter", "Server"]
@@ -97,7 +97,7 @@ class Server:
     ) -> None:
         assert router.core.payloads is store
         self.router = router
-        self.office = Office(
+        self.gate = PayloadGate(
             router.core, store, read_payloads,
             post=self._from_peer, send=self._send, connected=lambda conn: conn in self._routes, failed=self._fail,
         )  # fmt: skip
@@ -163,7 +163,7 @@ class Server:
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
-            await self.office.close()
+            await self.gate.close()
 
     def close(self) -> None:
         if self._auth is not None:
@@ -214,7 +214,7 @@ class Server:
     @property
     def _full(self) -> bool:
         """Whether as much waits for the disk, to be written or to be read, as may."""
-        return self._writer.backlog_bytes + self.office.waiting_bytes > MAX_BACKLOG_BYTES
+        return self._writer.backlog_bytes + self.gate.waiting_bytes > MAX_BACKLOG_BYTES
 
     def _look_again(self) -> None:
         if not self._drain_due:
@@ -252,7 +252,7 @@ class Server:
             event = TrainerCalled(conn, identity, message)
         else:
             event = checked(conn, message)
-        if not self.office.receive(conn, event, len(body.buffer)):
+        if not self.gate.receive(conn, event, len(body.buffer)):
             self.post(Heard(conn))
 
     def _from_peer(self, event: RouterEvent) -> None:
@@ -309,7 +309,7 @@ class Server:
         for action in actions:
             match action:
                 case Send() | Fill():
-                    self.office.give(action)
+                    self.gate.give(action)
                 case Write(ticket=ticket, records=records):
                     self._tickets.append((self.write(records), ticket))
                 case ReadHistory():
@@ -341,8 +341,8 @@ class Server:
             self._routes.pop(conn, None)
         elif taken and isinstance(frame, zmq.Frame):
             tracker = frame.tracker
-            run = self.office.run_of(message) if isinstance(message, wire.GroupDone) else 0
-            self.office.deliveries.sent(conn, len(body), lambda: bool(tracker.done), run)
+            run = self.gate.run_of(message) if isinstance(message, wire.GroupDone) else 0
+            self.gate.deliveries.sent(conn, len(body), lambda: bool(tracker.done), run)
         return taken is not False
 
     def _push(self, routing_id: bytes, frame: bytes | zmq.Frame) -> bool | None:

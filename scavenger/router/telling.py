@@ -16,8 +16,9 @@ from typing import Any
 import msgspec
 
 from scavenger.ledger import records as rec
+from scavenger.router.core import Core
 from scavenger.router.policy import Move, Placement
-from scavenger.router.state import Core, Run
+from scavenger.router.state import Run
 from scavenger.router.told import Budget
 
 #: Moves of one answer that are named one by one.

@@ -9,9 +9,10 @@ from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 from scavenger.router import samples as sm
+from scavenger.router.core import Core
 from scavenger.router.placement import Slots, Waiting
 from scavenger.router.policy import SampleView, StepView, WorkerView
-from scavenger.router.state import Core, Run, Sample, SampleStatus, Worker
+from scavenger.router.state import Run, Sample, SampleStatus, Worker
 
 #: Since this protocol a worker gives a lease back when asked, with all that it generated.
 YIELDS = 3

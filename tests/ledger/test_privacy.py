@@ -16,6 +16,7 @@ import sqlalchemy as sa
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from trainer.advantages import group_normalised
 
 from rollout.engines.reference import ReferenceEngine
 from rollout.tasks import spawn
@@ -30,7 +31,6 @@ from tests.ledger.histories import answers, ended, fetch, training
 from tests.ledger.test_roles import DAEMON, Site, made_site
 from tests.router.harness import SPEC, Bench, StoredLedger, chunk_of, specs
 from trainer.__main__ import close_failed
-from trainer.advantages import group_normalised
 from trainer.rewards import RewardRunner
 from trainer.scoring import Scoring
 from trainer.step import summarise

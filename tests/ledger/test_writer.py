@@ -21,6 +21,7 @@ from structlog.testing import capture_logs
 from scavenger.errors import Fenced, LedgerError
 from scavenger.ledger import faults, store, transaction
 from scavenger.ledger import records as r
+from scavenger.ledger.batch_sql import Shape
 from scavenger.ledger.faults import FINAL, TRANSITIONS, WriterState, classify
 from scavenger.ledger.moves import Plan
 from scavenger.ledger.reader import rows
@@ -577,9 +578,9 @@ def test_the_writer_makes_no_temporary_file(sqlite_url: str) -> None:
 
 def test_whether_a_batch_is_one_statement_is_decided_by_its_rows(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, int]] = []
-    run = transaction.sets.run
+    run = transaction.batch_sql.run
 
-    def noted(connection: sa.Connection, shape: transaction.sets.Shape, kinds: tuple[type, ...], values: list[tuple[object, ...]]) -> int:
+    def noted(connection: sa.Connection, shape: Shape, kinds: tuple[type, ...], values: list[tuple[object, ...]]) -> int:
         asked.append((shape.table.name, len(values)))
         return run(connection, shape, kinds, values)
 

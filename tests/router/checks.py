@@ -19,8 +19,8 @@
 from __future__ import annotations
 
 from scavenger.ledger import records as rec
+from scavenger.router.core import Core
 from scavenger.router.events import Committed, RouterEvent
-from scavenger.router.state import Core
 from scavenger.wire import Accepted, Ack, Assign, GoodbyeAck, GroupDone, Lease, Message, Reply, RunOpened, UseWeights, Welcome
 from tests.router.engines import MAX_TOKENS, payload
 from tests.router.harness import Ledger, plain

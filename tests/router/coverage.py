@@ -12,7 +12,8 @@ from contextlib import contextmanager
 
 from rollout.events import Phase
 from rollout.session import LEGAL
-from scavenger.router.state import TRANSITIONS, Core, Sample, SampleStatus
+from scavenger.router.core import Core
+from scavenger.router.state import TRANSITIONS, Sample, SampleStatus
 
 #: A worker's status has no table in the core: these are the steps that one event may make it take. "-": not there.
 WORKERS: dict[str, tuple[str, ...]] = {

@@ -30,8 +30,8 @@ from scavenger.router.events import (
     Write,
 )
 from scavenger.router.machine import Router
-from scavenger.router.office import filled, lacking, lacking_message, take_back
 from scavenger.router.payload_check import checked
+from scavenger.router.payload_gate import filled, lacking, lacking_message, take_back
 from scavenger.router.payloads import Payload, PayloadStore
 from scavenger.router.state import Limits
 from scavenger.wire import (

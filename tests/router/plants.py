@@ -10,11 +10,12 @@ import msgspec
 import pytest
 
 from scavenger.ledger import records as rec
-from scavenger.router import restore, runs
+from scavenger.router import restore, runs, steps
 from scavenger.router import samples as sm
 from scavenger.router import workers as wk
+from scavenger.router.core import Core
 from scavenger.router.payloads import Payload, PayloadStore
-from scavenger.router.state import Core, SampleStatus
+from scavenger.router.state import SampleStatus
 from scavenger.wire import Ack, Chunk, CommitStep, Held, Lease
 from tests.router.harness import chunk_of
 
@@ -141,7 +142,7 @@ def version_reused_after_a_restart(patch: pytest.MonkeyPatch) -> None:
 
 
 def replayed_with_other_weights(patch: pytest.MonkeyPatch) -> None:
-    make = runs._group_for
+    make = steps._group_for
 
     def trusting(core: Core, run: Any, body: Any, spec: Any) -> Any:
         old = run.by_key.get((body.purpose, body.step, spec.prompt_index))
@@ -149,7 +150,7 @@ def replayed_with_other_weights(patch: pytest.MonkeyPatch) -> None:
             old.root = run.versions[body.version].root
         return make(core, run, body, spec)
 
-    patch.setattr(runs, "_group_for", trusting)
+    patch.setattr(steps, "_group_for", trusting)
 
 
 def prompt_skipped_after_a_failure(patch: pytest.MonkeyPatch) -> None:

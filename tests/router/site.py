@@ -19,8 +19,8 @@ from scavenger.router.events import (
     TrainerCalled,
     Write,
 )
-from scavenger.router.office import lacking
 from scavenger.router.payload_check import checked
+from scavenger.router.payload_gate import lacking
 from scavenger.router.state import Limits
 from scavenger.wire import Assign, Call, Denied, Drain, GroupDone, Message, OpenRun, Reply, Revoke, Sleep, UseWeights, Wake, WorkerHello
 from tests.router.checks import Truth, Watch

@@ -11,12 +11,13 @@ import pytest
 import zmq
 
 from scavenger import keys, wire
-from scavenger.router import lines, office
+from scavenger.router import ordered_reads, payload_gate
+from scavenger.router.core import Core
 from scavenger.router.deliveries import Deliveries
 from scavenger.router.events import Send
-from scavenger.router.office import Office
+from scavenger.router.payload_gate import PayloadGate
 from scavenger.router.payloads import Payload, PayloadStore
-from scavenger.router.state import Core, Limits
+from scavenger.router.state import Limits
 from scavenger.wire import Fleet, GroupDone, Message, Pong, Reply
 from tests.router.edge import LiveDaemon
 from tests.router.harness import started
@@ -58,7 +59,7 @@ def test_bytes_under_way_are_counted_for_a_run_over_all_its_connections_too() ->
 
 
 class Desk:
-    """An office whose peers take what they are let take."""
+    """A gate whose peers take what they are let take."""
 
     def __init__(self) -> None:
         core = Core(Limits(), 1, store := PayloadStore(1000))
@@ -69,11 +70,11 @@ class Desk:
         self.full: set[int] = set()
         self.gone: set[int] = set()
         self.failures: list[BaseException] = []
-        self.office = Office(
+        self.gate = PayloadGate(
             core, store, self._read, post=lambda _: None, send=self._send, connected=lambda conn: conn not in self.gone,
             failed=self.failures.append,
         )  # fmt: skip
-        self.office.deliveries.most_bytes = 25
+        self.gate.deliveries.most_bytes = 25
 
     async def _read(self, sample_ids: Sequence[int]) -> dict[int, Payload]:
         raise AssertionError("nothing is cold here")
@@ -84,8 +85,8 @@ class Desk:
         self.said.setdefault(conn, []).append(message)
         if isinstance(message, GroupDone):
             number = sum(isinstance(m, GroupDone) for m in self.said[conn])
-            run = self.office.run_of(message)
-            self.office.deliveries.sent(conn, len(message.prompt), lambda: self.taken.get(conn, 0) >= number, run)
+            run = self.gate.run_of(message)
+            self.gate.deliveries.sent(conn, len(message.prompt), lambda: self.taken.get(conn, 0) >= number, run)
         return True
 
     def groups(self, conn: int) -> list[int]:
@@ -93,12 +94,12 @@ class Desk:
 
 
 def play(scene: Callable[[Desk], Awaitable[None]], monkeypatch: pytest.MonkeyPatch) -> Desk:
-    monkeypatch.setattr(lines, "ROOM_PAUSE_S", 0.0)
+    monkeypatch.setattr(ordered_reads, "ROOM_PAUSE_S", 0.0)
 
     async def main() -> Desk:
         desk = Desk()
         await scene(desk)
-        await desk.office.close()
+        await desk.gate.close()
         assert desk.failures == []
         return desk
 
@@ -113,9 +114,9 @@ async def turns(n: int = 20) -> None:
 def test_groups_beyond_the_bound_wait_in_order_and_none_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene(desk: Desk) -> None:
         for n in range(1, 8):
-            desk.office.give(Send(1, group(n)))
-        desk.office.give(Send(1, Reply(1, Pong(1))))
-        desk.office.give(Send(2, group(99)))
+            desk.gate.give(Send(1, group(n)))
+        desk.gate.give(Send(1, Reply(1, Pong(1))))
+        desk.gate.give(Send(2, group(99)))
         await turns()
         assert desk.groups(1) == [1, 2, 3], "the third crosses the bound"
         assert desk.groups(2) == [99], "another trainer does not wait"
@@ -124,7 +125,7 @@ def test_groups_beyond_the_bound_wait_in_order_and_none_is_lost(monkeypatch: pyt
             desk.taken[1] = taken
             await turns()
             assert desk.groups(1) == list(range(1, min(taken + 3, 7) + 1))
-            assert desk.office.deliveries.nbytes <= 30
+            assert desk.gate.deliveries.nbytes <= 30
 
     desk = play(scene, monkeypatch)
     assert [type(m) for m in desk.said[1]][-2:] == [GroupDone, Reply], "in its place"
@@ -138,9 +139,9 @@ def test_a_trainer_that_connects_again_and_again_takes_no_more_than_its_runs_sha
         desk.core.groups.update(bench.router.core.groups)
         for conn in range(1, 11):
             for number in ids[3 * conn - 3 : 3 * conn]:
-                desk.office.give(Send(conn, group(number)))
+                desk.gate.give(Send(conn, group(number)))
             await turns()
-        assert desk.office.deliveries.nbytes == 50, "twice the bound of one connection"
+        assert desk.gate.deliveries.nbytes == 50, "twice the bound of one connection"
         assert len(desk.said) == 2
         for conn in range(1, 11):  # the transport finds the first ones dead
             desk.taken[conn] = 100
@@ -153,9 +154,9 @@ def test_a_trainer_that_connects_again_and_again_takes_no_more_than_its_runs_sha
 def test_a_group_that_a_full_queue_does_not_take_is_tried_again_and_a_lesser_message_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene(desk: Desk) -> None:
         desk.full.add(1)
-        desk.office.give(Send(1, Fleet(1, 0, 0, 0, 0)))
-        desk.office.give(Send(1, group(1)))
-        desk.office.give(Send(1, Fleet(2, 0, 0, 0, 0)))
+        desk.gate.give(Send(1, Fleet(1, 0, 0, 0, 0)))
+        desk.gate.give(Send(1, group(1)))
+        desk.gate.give(Send(1, Fleet(2, 0, 0, 0, 0)))
         await turns()
         assert 1 not in desk.said
         desk.full.clear()
@@ -166,13 +167,13 @@ def test_a_group_that_a_full_queue_does_not_take_is_tried_again_and_a_lesser_mes
 
 
 def test_lesser_messages_behind_a_group_are_bounded_by_number_and_groups_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(office, "MOST_WAITING", 5)
+    monkeypatch.setattr(payload_gate, "MOST_WAITING", 5)
 
     async def scene(desk: Desk) -> None:
         for n in range(1, 4):
-            desk.office.give(Send(1, group(n)))
+            desk.gate.give(Send(1, group(n)))
         for n in range(20):
-            desk.office.give(Send(1, group(10 + n) if n % 2 else Fleet(n, 0, 0, 0, 0)))
+            desk.gate.give(Send(1, group(10 + n) if n % 2 else Fleet(n, 0, 0, 0, 0)))
         desk.taken[1] = 100
         await turns(200)
 
@@ -185,11 +186,11 @@ def test_lesser_messages_behind_a_group_are_bounded_by_number_and_groups_are_not
 def test_what_waits_for_a_peer_that_went_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scene(desk: Desk) -> None:
         for n in range(1, 8):
-            desk.office.give(Send(1, group(n)))
+            desk.gate.give(Send(1, group(n)))
         await turns()
         desk.gone.add(1)
         await turns()
-        assert desk.office._out.waiting(1) == 0
+        assert desk.gate._out.waiting(1) == 0
 
     play(scene, monkeypatch)
 
@@ -217,23 +218,23 @@ def test_a_trainer_that_reads_nothing_costs_the_bound_and_gets_every_group_when_
         assert trainer.poll(5000)
         trainer.recv()
         server = daemon.server
-        server.office.deliveries.most_bytes = most
+        server.gate.deliveries.most_bytes = most
         (conn,) = server._routes
         for number in range(n):
-            daemon.loop.call_soon_threadsafe(server.office.give, Send(conn, group(number, size)))
-        eventually(lambda: server.office._out.waiting(conn) > 0)
-        held = server.office._out.waiting(conn)
+            daemon.loop.call_soon_threadsafe(server.gate.give, Send(conn, group(number, size)))
+        eventually(lambda: server.gate._out.waiting(conn) > 0)
+        held = server.gate._out.waiting(conn)
         assert held > 0
-        assert most <= server.office.deliveries.nbytes <= most + size + 1000
+        assert most <= server.gate.deliveries.nbytes <= most + size + 1000
         got = []
         while len(got) < n:
             assert trainer.poll(5000), f"{len(got)} of {n} groups came"
             message = wire.decode_to_trainer(trainer.recv())
             assert isinstance(message, GroupDone)
             got.append(message.group_id)
-            assert server.office.deliveries.nbytes <= most + size + 1000
+            assert server.gate.deliveries.nbytes <= most + size + 1000
         assert got == list(range(n))
-        eventually(lambda: server.office.deliveries.room(conn) and server.office.deliveries.nbytes == 0)
+        eventually(lambda: server.gate.deliveries.room(conn) and server.gate.deliveries.nbytes == 0)
     finally:
         trainer.close(linger=0)
         context.term()

@@ -7,7 +7,7 @@ import math
 import msgspec
 import pytest
 
-from scavenger.router import office
+from scavenger.router import payload_gate
 from scavenger.router import samples as sm
 from scavenger.router.events import Fill, TrainerCalled, WorkerSaid
 from scavenger.router.payload_check import payload_faults
@@ -205,10 +205,10 @@ def test_a_message_for_samples_that_were_forgotten_is_dropped() -> None:
     bench.router.core.settle(10**9)
     found = [a for a in bench.router.core.finish_event() if isinstance(a, Fill)]
     assert [a.lengths for a in found] == [(8,)]
-    assert office.lacking_message(bench.router.core, bench.store, found[0]) == {1: 8}
+    assert payload_gate.lacking_message(bench.router.core, bench.store, found[0]) == {1: 8}
     sm.supersede(bench.router.core, bench.router.core.groups[1], "another attempt")
-    assert office.lacking_message(bench.router.core, bench.store, found[0]) == {}
-    assert office.filled(bench.store, found[0]) is None
+    assert payload_gate.lacking_message(bench.router.core, bench.store, found[0]) == {}
+    assert payload_gate.filled(bench.store, found[0]) is None
 
 
 def test_of_many_leases_only_those_of_forgotten_samples_are_left_out() -> None:
@@ -221,12 +221,12 @@ def test_of_many_leases_only_those_of_forgotten_samples_are_left_out() -> None:
         bench.chunk(W1, x, 0, 5)
     moved = Fill(W2, Assign((lease, other)), (5, 5))
     core, store = bench.router.core, bench.store
-    assert office.lacking_message(core, store, moved) == {1: 5, other.sample_id: 5}
+    assert payload_gate.lacking_message(core, store, moved) == {1: 5, other.sample_id: 5}
     sm.supersede(core, core.groups[1], "another attempt")
-    assert office.lacking_message(core, store, moved) == {other.sample_id: 5}, "what was forgotten is not read"
+    assert payload_gate.lacking_message(core, store, moved) == {other.sample_id: 5}, "what was forgotten is not read"
     bench._load({other.sample_id: 5})
-    assert office.lacking_message(core, store, moved) == {}
-    message = office.filled(store, moved)
+    assert payload_gate.lacking_message(core, store, moved) == {}
+    message = payload_gate.filled(store, moved)
     assert isinstance(message, Assign)
     assert [(x.sample_id, x.accepted) for x in message.leases] == [(other.sample_id, payload(other.sample_id, 0, 5)[0])]
 

@@ -6,12 +6,13 @@ import json
 
 from scavenger.ledger import records as rec
 from scavenger.router import telling
+from scavenger.router.core import Core
 from scavenger.router.machine import Router
 from scavenger.router.payloads import NoPayloads
 from scavenger.router.policies import named
 from scavenger.router.policy import Move, Placement
 from scavenger.router.predictive import Predictive
-from scavenger.router.state import Core, Limits, Run
+from scavenger.router.state import Limits, Run
 from scavenger.router.told import BURST, EVERY_S
 from tests.router.harness import SPEC, Bench, specs
 

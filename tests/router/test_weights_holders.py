@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scavenger.router import workers
+from scavenger.router import orders
 from scavenger.wire import Goodbye, PublishVersion, Serving, UseWeights, WeightsFailed, WeightsLoaded, WeightSource, Welcome
 from tests.router.harness import SOURCE, Bench, root, started
 from tests.router.moves import W1, W2, finish_all
@@ -98,11 +98,11 @@ def test_the_last_holder_of_a_version_that_is_still_needed_keeps_it() -> None:
     bench.publish(2, step=1)
     core = bench.router.core
     run, idle = core.runs["r"], core.workers[2]
-    workers.steer(core, idle, 2)
+    orders.steer(core, idle, 2)
     bench.tick()
     assert [m.keep for m in asked(bench, W1) if m.version == 2] == [()], "its trainer serves it"
     idle.asked_version, run.versions[1].sources = 1, ()
-    workers.steer(core, idle, 2)
+    orders.steer(core, idle, 2)
     bench.tick()
     assert [m.keep for m in asked(bench, W1) if m.version == 2] == [(1,)]
 

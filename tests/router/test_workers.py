@@ -397,7 +397,7 @@ def test_an_engine_that_lost_its_slot_is_refused_and_evicts_nobody(silent: bool)
 
 
 def test_evictions_are_remembered_within_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("scavenger.router.workers.MAX_EVICTED", 3)
+    monkeypatch.setattr("scavenger.router.greeting.MAX_EVICTED", 3)
     bench = started(n=1)
     for number in range(8):
         assert in_slot(bench, 40 + number, f"s{number}") == []

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from scavenger.errors import LedgerError, LedgerUnavailable
-from scavenger.router import lines
-from scavenger.router.lines import Fetcher, Lines
+from scavenger.router import ordered_reads
+from scavenger.router.ordered_reads import Fetcher, Lines
 from scavenger.router.payloads import Payload
 from tests.router.harness import payload
 
@@ -95,7 +95,7 @@ def test_later_items_of_a_connection_wait_behind_a_read_and_other_connections_do
 
 
 def test_what_is_evicted_again_before_its_turn_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(ordered_reads, "FIRST_PAUSE_S", 0.0)
 
     async def scene(desk: Desk) -> None:
         desk.gate.set()
@@ -116,7 +116,7 @@ def test_few_reads_are_under_way_at_once() -> None:
         for conn in range(1, 21):
             desk.lines.put(conn, (f"{conn}", conn))
         await turns()
-        assert len(desk.asked) == lines.READS
+        assert len(desk.asked) == ordered_reads.READS
         desk.gate.set()
         await turns(100)
 
@@ -124,7 +124,7 @@ def test_few_reads_are_under_way_at_once() -> None:
 
 
 def test_a_ledger_that_is_away_is_asked_again_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(ordered_reads, "FIRST_PAUSE_S", 0.001)
 
     async def scene(desk: Desk) -> None:
         desk.gate.set()

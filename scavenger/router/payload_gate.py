@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from scavenger.router.core import Core
 from scavenger.router.deliveries import Deliveries
 from scavenger.router.events import Fill, RouterEvent, Send, WorkerSaid
-from scavenger.router.lines import Fetcher, Lines, ReadPayloads
+from scavenger.router.ordered_reads import Fetcher, Lines, ReadPayloads
 from scavenger.router.payloads import Payload, PayloadStore, fill_group, fill_leases, missing, needed
 from scavenger.router.samples import overlaps
-from scavenger.router.state import Core
 from scavenger.wire import Assign, Chunks, GroupDone, Message
 
 #: Messages, other than groups, that may stand behind a group in one connection's line before further ones are dropped.
@@ -69,7 +69,7 @@ def take_back(core: Core, store: PayloadStore, sample_id: int, payload: Payload)
         store.load(sample_id, payload, sample.accepted)
 
 
-class Office:
+class PayloadGate:
     """Two lines over one store. `post(event)` hands to the core; `send(conn, message)` to a peer, where `connected(conn)`.
 
     `send` gives False for a group that the peer's queue did not take: it is tried again. Of other messages it is the last word.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from scavenger.ledger import batch_sql
 from scavenger.ledger import records as r
-from scavenger.ledger import sets
 from scavenger.ledger.parameters import each
 from scavenger.ledger.statements import KINDS
 from scavenger.ledger.store import open_engine
@@ -24,9 +24,9 @@ def test_sqlite_searches_by_key(sqlite_url: str, analyzed: bool) -> None:
         if analyzed:
             connection.exec_driver_sql("ANALYZE")
         for kind, shape in HOT if analyzed else UPDATES:
-            for rows in (8, sets.SQLITE_ROWS):
+            for rows in (8, batch_sql.SQLITE_ROWS):
                 values = (1,) * (rows * len(shape.names))
-                plan = connection.exec_driver_sql("EXPLAIN QUERY PLAN " + sets._sqlite(shape, rows), values).all()
+                plan = connection.exec_driver_sql("EXPLAIN QUERY PLAN " + batch_sql._sqlite(shape, rows), values).all()
                 steps = [step[3] for step in plan]
                 assert any(step.startswith(f"SEARCH {shape.table.name} ") for step in steps), (kind, rows, steps)
                 assert not any(step.startswith(f"SCAN {shape.table.name}") for step in steps), (kind, rows, steps)
@@ -46,9 +46,9 @@ def test_sqlite_searches_by_key_from_a_table_of_parameters_too(sqlite_url: str, 
             connection.exec_driver_sql("ANALYZE")
         for kind in (r.LeaseGranted, r.LeaseEnded, r.LeaseMoved, r.SampleEnded, r.SampleReopened):
             shapes = JOINT[kind]
-            names = sets.joint_names(shapes)
-            connection.exec_driver_sql(f"CREATE TEMP TABLE {sets._stage(names)} ({', '.join(names)})")
-            for shape, statement in zip(shapes, sets._sqlite_joint(shapes), strict=True):
+            names = batch_sql.joint_names(shapes)
+            connection.exec_driver_sql(f"CREATE TEMP TABLE {batch_sql._stage(names)} ({', '.join(names)})")
+            for shape, statement in zip(shapes, batch_sql._sqlite_joint(shapes), strict=True):
                 steps = [step[3] for step in connection.exec_driver_sql("EXPLAIN QUERY PLAN " + statement).all()]
                 if shape.keys:
                     assert any(step.startswith(f"SEARCH {shape.table.name} ") for step in steps), (kind, steps)
@@ -58,24 +58,24 @@ def test_sqlite_searches_by_key_from_a_table_of_parameters_too(sqlite_url: str, 
 
 def test_rows_that_share_a_key_of_any_shape_are_not_run_jointly() -> None:
     shapes = JOINT[r.LeaseMoved]
-    names = sets.joint_names(shapes)
+    names = batch_sql.joint_names(shapes)
     epoch, sample = names.index("p_epoch"), names.index("p_sample_id")
 
     def row(sample_id: int, number: int) -> tuple[int, ...]:
         return tuple(sample_id if at == sample else number if at == epoch else 0 for at in range(len(names)))
 
-    assert sets.apart(shapes, names, [row(1, 1), row(2, 1)])
-    assert not sets.apart(shapes, names, [row(1, 1), row(2, 1), row(1, 2)]), "the second move needs what the first one made"
+    assert batch_sql.apart(shapes, names, [row(1, 1), row(2, 1)])
+    assert not batch_sql.apart(shapes, names, [row(1, 1), row(2, 1), row(1, 2)]), "the second move needs what the first one made"
 
 
 def test_rows_of_one_key_are_run_one_after_the_other() -> None:
     rows = [(1, "a"), (2, "b"), (1, "c"), (1, "d"), (2, "e")]
-    assert sets.layers(1, rows) == [[(1, "a"), (2, "b")], [(1, "c"), (2, "e")], [(1, "d")]]
-    assert sets.layers(0, rows) == [rows]
+    assert batch_sql.layers(1, rows) == [[(1, "a"), (2, "b")], [(1, "c"), (2, "e")], [(1, "d")]]
+    assert batch_sql.layers(0, rows) == [rows]
 
 
 def test_parts_are_few_lengths_and_lose_nothing() -> None:
     rows = [(n,) for n in range(1323)]
-    cut = [list(part) for part in sets.parts(rows, 600)]
+    cut = [list(part) for part in batch_sql.parts(rows, 600)]
     assert [row for part in cut for row in part] == rows
     assert [len(part) for part in cut] == [512, 512, 256, 32, 8, 2, 1]

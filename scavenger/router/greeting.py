@@ -1,0 +1,189 @@
+"""A worker's hello: who it is, whether it may come, what of its leases it keeps. Pure.
+
+A later incarnation of a job ends the earlier one; a reserved engine that greets in another's slot does so too. A worker that returns after
+the daemon was away keeps what the ledger says it holds.
+"""
+
+from __future__ import annotations
+
+from scavenger.ledger import records as rec
+from scavenger.router import orders, workers
+from scavenger.router import samples as sm
+from scavenger.router.core import Core
+from scavenger.router.events import Identity
+from scavenger.router.policy import WorkerJoined
+from scavenger.router.state import Run, SampleStatus, Worker, WorkerStatus
+from scavenger.wire import (
+    OLDEST_PROTOCOL,
+    PROTOCOL,
+    Ack,
+    Drain,
+    Held,
+    Rejected,
+    Revoke,
+    Welcome,
+    WorkerHello,
+)
+
+#: Reserved engines of one run that lost their slots and are refused should they still live.
+MAX_EVICTED = 1024
+_INT_LIMIT = 2**31
+
+
+def hello(core: Core, conn: int, identity: Identity, hello: WorkerHello) -> None:
+    """Greet a worker, new or back again, or say why not."""
+    refusal = _hello_fault(core, identity, hello)
+    if refusal is not None:
+        if not refusal.retry:
+            if core.told(identity.public_key):
+                core.event("hello_refused", 0, hello.run, refusal.reason, node=hello.node, job_id=hello.job_id)
+            else:
+                core.count("hello_refused")
+        # Refused, its job would fail: counted against its node. A worker of another release is asked to leave instead.
+        drained = hello.kind == "harvested" and not _speaks(hello)
+        core.send(conn, Drain(f"{refusal.reason}; {refusal.remedy}") if drained else refusal)
+        return
+    run = core.runs[hello.run]
+    same = (hello.session, identity.intent_id, hello.kind)
+    worker = next((w for w in run.workers.values() if (w.session, w.intent_id, w.kind) == same), None)
+    run.dirty = True
+    if worker is None:
+        for other in _siblings(run, identity):
+            workers.gone(core, other, "a later incarnation greeted", crashed=False)
+        _slot_taken(core, run, hello)
+        worker = _join(core, conn, identity, hello, run)
+    else:
+        workers.disconnect(core, worker)
+        worker.conn, worker.last_seen, worker.suspect = conn, core.now, False
+        if worker.status is WorkerStatus.AWAY:
+            worker.status = WorkerStatus.LOADING
+    core.by_conn[conn] = worker
+    worker.protocol = hello.protocol
+    worker.cache_tokens, worker.best_batch = hello.cache_tokens, hello.best_batch
+    if hello.loaded_version >= 0 and not worker.loads:
+        worker.loads = 1  # before the daemon restarted: the next one is no start
+    worker.moved_at, worker.attempt = core.now, run.attempt
+    core.departed.pop(conn, None)
+    limits = core.limits
+    pace = (limits.heartbeat_s, limits.flush_ms, limits.flush_tokens)
+    core.send_durable(conn, Welcome(worker.id, core.generation, run.name, run.engine, *pace, core.ledger, relay=True))
+    worker.loaded_version = worker.asked_version = _proved_version(run, hello)
+    _resume_leases(core, worker, hello.held, foreign=core.foreign(hello.ledger))
+    if hello.leaving:
+        worker.status, worker.drain_reason = WorkerStatus.DRAINING, worker.drain_reason or "it greeted to say goodbye"
+    if worker.kind == "reserved" and not run.reserved_awake and worker.status in (WorkerStatus.LOADING, WorkerStatus.READY):
+        orders.put_to_sleep(core, worker)
+    orders.repeat(core, worker)
+    orders.steer(core, worker)
+
+
+def _proved_version(run: Run, hello: WorkerHello) -> int:
+    """The version that the worker has loaded, if its root hash says that it is the ledger's; else -1: it is asked to load.
+
+    After an older ledger was restored, one number may name two sets of weights (I8).
+    """
+    known = run.versions.get(hello.loaded_version)
+    return hello.loaded_version if known is not None and known.root == hello.loaded_root else -1
+
+
+def _siblings(run: Run, identity: Identity) -> list[Worker]:
+    """Earlier processes of the same harvested job."""
+    return [w for w in run.workers.values() if identity.intent_id and w.intent_id == identity.intent_id]
+
+
+def _slot_taken(core: Core, run: Run, hello: WorkerHello) -> None:
+    """Another process greets as a reserved engine that never said goodbye: that one is dead, and what it held may have killed it.
+
+    Where the trainer is another by now, the whole job died, and the engine with it.
+    """
+    if hello.kind != "reserved" or not hello.slot:
+        return
+    _evict_from_slot(run, hello)
+    for other in [w for w in run.workers.values() if w.kind == "reserved" and w.slot == hello.slot]:
+        workers.gone(core, other, "another engine greeted in its slot", crashed=other.attempt == run.attempt)
+    lost = run.silenced.pop(hello.slot, None)
+    if lost is None or lost.attempt != run.attempt:
+        return
+    for sample_id in lost.samples:
+        sample = core.samples.get(sample_id)
+        if sample is not None and not sample.done and sm.charge(core, sample, lost.node):
+            sm.poison(core, sample, "its reserved engine was started again")
+
+
+def _evict_from_slot(run: Run, hello: WorkerHello) -> None:
+    """Who had the slot before never gets it back: two live engines would evict each other for ever, and each time charge the samples."""
+    before = run.slots.get(hello.slot, hello.session)
+    run.slots[hello.slot] = hello.session
+    if before != hello.session:
+        run.evicted[before] = None
+        while len(run.evicted) > MAX_EVICTED:
+            run.evicted.popitem(last=False)
+
+
+def _speaks(hello: WorkerHello) -> bool:
+    return OLDEST_PROTOCOL <= hello.protocol <= PROTOCOL
+
+
+def _hello_fault(core: Core, identity: Identity, hello: WorkerHello) -> Rejected | None:
+    if not _speaks(hello):
+        return Rejected(
+            f"protocol {hello.protocol}: this daemon speaks {OLDEST_PROTOCOL} to {PROTOCOL}", "run workers and daemon of one release"
+        )
+    numbers = (hello.incarnation, hello.job_id, hello.gpus)
+    names = (hello.session, hello.node, hello.engine, hello.slot)
+    if not all(0 <= n < _INT_LIMIT for n in numbers) or max(map(len, names)) > 256 or not hello.session:
+        return Rejected("a hello with values that cannot be", "run workers and daemon of one release")
+    if identity.role == "worker" and identity.run != hello.run:
+        return Rejected(f"this key was minted for another run than {hello.run!r}", "start the worker with its own key file")
+    if hello.kind not in ("harvested", "reserved") or (hello.kind == "harvested") != (identity.role == "worker"):
+        why = f"a {hello.kind} worker cannot greet with the key of a {identity.role}"
+        return Rejected(why, "harvested workers use the key of their job")
+    run = core.runs.get(hello.run)
+    if run is None or run.attempt == 0:
+        return Rejected(f"run {hello.run!r} is not open", "it is tried again until its trainer has opened the run", retry=True)
+    if identity.role == "owner" and identity.public_key != run.owner_key:
+        return Rejected(f"run {hello.run!r} belongs to another key", "use the key that opened the run")
+    if run.ended:
+        return Rejected(f"run {hello.run!r} has ended", "nothing is left to do")
+    if hello.kind == "reserved" and hello.session in run.evicted:
+        return Rejected(f"another engine has its slot {hello.slot!r}", "nothing: this process is a leftover")
+    if any(w.incarnation > hello.incarnation for w in _siblings(run, identity)):
+        return Rejected(f"a later incarnation of this job than {hello.incarnation} is at work", "nothing: this process is a leftover")
+    return None
+
+
+def _join(core: Core, conn: int, identity: Identity, hello: WorkerHello, run: Run) -> Worker:
+    worker = Worker(
+        core.next_worker_id, run, hello.kind, identity.intent_id, hello.session, hello.incarnation,
+        hello.job_id, hello.node, hello.gpus, conn, WorkerStatus.LOADING, core.now, idle_since=core.now, slot=hello.slot,
+        joined_at=core.now, beat_at=core.now,
+    )  # fmt: skip
+    core.next_worker_id += 1
+    core.workers[worker.id] = run.workers[worker.id] = worker
+    run.policy.observe(WorkerJoined(worker.id, worker.kind, worker.node, worker.gpus), core.now)
+    core.record(
+        rec.WorkerJoined(
+            worker.id, run.id, hello.kind, identity.intent_id, hello.session, hello.incarnation,
+            hello.job_id, hello.node, hello.gpus, hello.engine, core.now,
+        )
+    )  # fmt: skip
+    return worker
+
+
+def _resume_leases(core: Core, worker: Worker, held: tuple[Held, ...], *, foreign: bool) -> None:
+    """Reconcile what a greeting worker holds with what it may hold: nothing, if it was leased in another history of the ledger."""
+    may = () if foreign else tuple(h for h in held if workers.may_hold(core, worker, h))
+    holds = {(h.sample_id, h.epoch) for h in may}
+    for sample in list(worker.leases.values()):
+        if (sample.id, sample.epoch) not in holds:
+            sm.release(core, sample, "the worker does not hold it any more")
+        elif sample.status is SampleStatus.UNCONFIRMED:
+            sample.step("confirm")
+    stale = tuple((h.sample_id, h.epoch) for h in held if h not in may)
+    if stale:
+        why = "it was leased in another history of the ledger" if foreign else "the sample moved on while the worker was away"
+        core.peer_event(worker, "stale_leases", f"worker {worker.id}", why, count=len(stale))
+        core.send_durable(worker.conn, Revoke(stale, "the sample moved on"))
+    durable = tuple(Held(h.sample_id, h.epoch, core.samples[h.sample_id].durable) for h in may)
+    if durable:
+        core.send_durable(worker.conn, Ack(durable))

@@ -1,0 +1,180 @@
+"""What a worker is told to be, and how far it is: loading, asleep, awake, leaving. Pure.
+
+An order may be lost, so each may be repeated without harm, and is, until what the worker says shows that it was carried out.
+"""
+
+from __future__ import annotations
+
+from scavenger.router import samples as sm
+from scavenger.router.core import Core
+from scavenger.router.policy import Toggled, WorkerReady
+from scavenger.router.state import Version, Worker, WorkerStatus
+from scavenger.wire import (
+    Drain,
+    Heartbeat,
+    Serving,
+    Sleep,
+    UseWeights,
+    Wake,
+    WeightsFailed,
+    WeightsLoaded,
+)
+
+MAX_LOAD_FAILURES = 5
+RETRY_LOAD_S = 1.0
+OFFER_S = 0.5  # between two lists of holders that a pulling worker is sent
+
+
+def repeat(core: Core, worker: Worker) -> None:
+    """Say again what the worker was asked and has not done: any message may have been lost, and all of these may be repeated."""
+    if worker.status is WorkerStatus.DRAINING:
+        core.send_durable(worker.conn, Drain(worker.drain_reason))
+    elif worker.status is WorkerStatus.SLEEPING:
+        core.send_durable(worker.conn, Sleep())
+
+
+def reconcile(core: Core, worker: Worker, beat: Heartbeat) -> None:
+    """Repair what a lost message left behind. What a heartbeat says is newer than all that was heard before it."""
+    if beat.loaded_version != worker.loaded_version:
+        worker.loaded_version = -1  # until it says, with the root hash, what it loaded
+        worker.run.dirty = True
+        if worker.status is WorkerStatus.READY:
+            worker.status = WorkerStatus.LOADING
+    asked_long_ago = core.now - worker.asked_at > 5 * core.limits.heartbeat_s
+    if worker.asked_version != worker.loaded_version and asked_long_ago and worker.status is WorkerStatus.LOADING:
+        worker.asked_version = worker.loaded_version  # `steer` asks again; a load under way is not disturbed by that
+    if worker.lost_assignments and worker.kind == "reserved" and worker.run.reserved_awake and worker.run.conn is not None:
+        core.send_durable(worker.conn, Wake())  # asleep since before the daemon restarted: it takes no lease
+    worker.lost_assignments = 0
+    repeat(core, worker)
+
+
+def loaded(core: Core, worker: Worker, message: WeightsLoaded, version: int) -> None:
+    known = worker.run.versions.get(version)
+    if known is None or known.root != message.root:
+        core.peer_event(worker, "weights_refused", f"worker {worker.id}", f"loaded version {version} under another root hash")
+        drain(core, worker, "it holds weights that nobody published")
+        return
+    worker.run.directory.settled(worker.id)
+    first, worker.loaded_version = worker.loads == 0, version
+    worker.cache_tokens, worker.best_batch = message.cache_tokens, message.best_batch
+    worker.loads += 1
+    worker.load_failures = 0
+    worker.run.stirred = worker.run.recount = True  # the others' orders stay as they are
+    worker.run.restated.append(worker)
+    told = {"pull_s": message.pull_s, "load_s": message.load_s}
+    if worker.loads <= worker.run.next_version:  # each version once
+        core.event("weights_loaded", worker.run.id, f"worker {worker.id}", f"version {version}", **told)
+    else:
+        core.peer_event(worker, "weights_loaded", f"worker {worker.id}", f"version {version}", **told)
+    worker.run.policy.observe(
+        WorkerReady(
+            worker.id, worker.kind, worker.node, worker.gpus, version, first, core.now - worker.joined_at, message.pull_s, message.load_s
+        ),
+        core.now,
+    )
+    if worker.status is WorkerStatus.LOADING:
+        worker.status = WorkerStatus.READY
+    steer(core, worker)
+
+
+def serving(core: Core, worker: Worker, message: Serving) -> None:
+    """It serves a version on. What it says is believed as far as the root goes: whoever pulls from it checks every byte."""
+    run, known = worker.run, worker.run.versions.get(message.version)
+    if message.source is None or known is None or known.root != message.root:
+        run.directory.drop(message.version, worker.id)
+    else:
+        before = run.held(message.version)
+        run.directory.hold(message.version, worker.id, worker.node, message.source)
+        run.dirty |= run.held(message.version) != before
+
+
+def load_failed(core: Core, worker: Worker, message: WeightsFailed) -> None:
+    worker.load_failures += 1
+    worker.run.directory.settled(worker.id)
+    worker.asked_version, worker.asked_at = worker.loaded_version, core.now
+    core.peer_event(worker, "weights_failed", f"worker {worker.id}", message.reason, version=message.version)
+    if worker.load_failures >= MAX_LOAD_FAILURES:
+        drain(core, worker, f"weights could not be loaded {worker.load_failures} times: {message.reason}")
+
+
+def put_to_sleep(core: Core, worker: Worker) -> None:
+    worker.run.dirty = True
+    worker.status, worker.told_at = WorkerStatus.SLEEPING, core.now
+    core.send_durable(worker.conn, Sleep())
+
+
+def asleep(core: Core, worker: Worker) -> None:
+    """Everything it generated came before this message, so its samples move with all their tokens."""
+    for sample in list(worker.leases.values()):
+        sm.release(core, sample, "reserved worker sleeps")
+    if worker.status is WorkerStatus.SLEEPING:
+        worker.status = WorkerStatus.ASLEEP
+        worker.run.policy.observe(Toggled(worker.id, False, core.now - worker.told_at), core.now)
+    worker.run.dirty = True
+    if worker.run.reserved_awake:
+        wake(core, worker)
+
+
+def wake(core: Core, worker: Worker) -> None:
+    """Take the GPU again; a worker that has not answered Sleep yet is woken when it does."""
+    if worker.status in (WorkerStatus.LOADING, WorkerStatus.READY):
+        core.send_durable(worker.conn, Wake())  # it may sleep since before the daemon restarted; an awake one ignores it
+    elif worker.status is WorkerStatus.ASLEEP:
+        worker.run.dirty = True
+        core.send_durable(worker.conn, Wake())
+        worker.status = WorkerStatus.READY if worker.loaded_version >= 0 else WorkerStatus.LOADING
+        steer(core, worker)
+
+
+def steer(core: Core, worker: Worker, target: int | None = None) -> None:
+    """Have an idle worker load what its run needs next (`target`, where the caller knows it).
+
+    A worker with leases finishes them first: one version a sample (I4).
+    """
+    if worker.conn is None or worker.status not in (WorkerStatus.LOADING, WorkerStatus.READY) or worker.leases:
+        return
+    wanted = sm.target_version(worker.run) if target is None else target
+    version = worker.run.versions.get(wanted)
+    if version is None:
+        return
+    if wanted == worker.loaded_version and (wanted == worker.asked_version or not worker.run.held(wanted)):
+        if worker.status is not WorkerStatus.READY or worker.asked_version != wanted:
+            worker.status, worker.asked_version, worker.run.dirty = WorkerStatus.READY, wanted, True
+            worker.run.restated.append(worker)
+        return
+    if not worker.run.held(wanted) or worker.asked_version == wanted:
+        return
+    if worker.load_failures and core.now - worker.asked_at < RETRY_LOAD_S:
+        return
+    worker.asked_version, worker.asked_at, worker.status, worker.run.dirty = wanted, core.now, WorkerStatus.LOADING, True
+    worker.run.restated.append(worker)
+    _send_to_holders(core, worker, version)
+
+
+def _send_to_holders(core: Core, worker: Worker, version: Version, *, more: bool = False) -> None:
+    """Tell the worker whom to pull from, and what it alone holds of what the run still needs."""
+    run = worker.run
+    choice = run.directory.choose(version.version, worker.id, worker.node, version.sources)
+    worker.offered, worker.offered_at = run.directory.revision(version.version), core.now
+    needed = {*run.queue.versions(), *run.leased} - {version.version}
+    served = {v for v in needed if run.conn is not None and v in run.versions and run.versions[v].sources}  # its trainer has them
+    keep = tuple(sorted(v for v in needed - served if run.directory.last_holder(v) == worker.id))
+    manifest = b"" if more else version.manifest
+    core.send_durable(worker.conn, UseWeights(version.version, manifest, choice.sources, keep, more))  # behind its Welcome
+
+
+def more_holders(core: Core, worker: Worker) -> None:
+    """A worker that still pulls hears of the holders that came and went since it was asked."""
+    version = worker.run.versions.get(worker.asked_version)
+    if version is None or worker.status is not WorkerStatus.LOADING or worker.asked_version == worker.loaded_version or worker.conn is None:
+        return
+    if worker.offered != worker.run.directory.revision(version.version) and core.now - worker.offered_at >= OFFER_S:
+        _send_to_holders(core, worker, version, more=True)
+
+
+def drain(core: Core, worker: Worker, reason: str) -> None:
+    """Ask a worker to flush and leave for good."""
+    if worker.status is not WorkerStatus.DRAINING:
+        worker.status, worker.drain_reason, worker.run.dirty = WorkerStatus.DRAINING, reason, True
+        core.send_durable(worker.conn, Drain(reason))
