@@ -370,9 +370,9 @@ def _grant(core: Core, sample: Sample, worker: Worker, most_tokens: int) -> tupl
 
 def target_version(run: Run) -> int:
     """The version that the run's workers shall hold: the oldest one that still has samples to generate, else the newest."""
-    versions, oldest = run.versions, -1
+    oldest = -1
     for wanted in (run.queue.versions(), run.leased):
         for version in wanted:
             if (oldest < 0 or version < oldest) and run.held(version):
                 oldest = version
-    return oldest if oldest >= 0 else max(versions, default=-1)
+    return oldest if oldest >= 0 else max(run.versions, default=-1)

@@ -226,7 +226,7 @@ class Run:
     def held(self, version: int) -> bool:
         """Whether anybody can give out this version's bytes: its trainer, a disk or an engine."""
         known = self.versions.get(version)
-        return known is not None and bool(known.manifest) and (bool(known.sources) or self.directory.available(version))
+        return known is not None and (bool(known.sources) or (bool(known.manifest) and self.directory.available(version)))
 
 
 @dataclass(slots=True)

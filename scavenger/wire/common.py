@@ -78,10 +78,10 @@ class WeightSource(Part, frozen=True):
     see. `local`: "machine:name" of the holder's local socket, for readers on the same machine. Not `complete`: it says what it has.
     """
 
-    endpoint: str
-    server_key: str
-    token: bytes
-    local: str = ""
+    endpoint: Words
+    server_key: Words
+    token: Annotated[bytes, msgspec.Meta(max_length=64)]
+    local: Words = ""
     complete: bool = True
 
 
