@@ -80,10 +80,11 @@ def sampling(config: RunConfig) -> wire.Sampling:
 
 
 def make_learner(config: RunConfig, comm: Comm) -> Learner:
+    recipe = resolve(config.algorithm, config.sampling.max_tokens)
     return Learner(
         config.model.path,
         join(comm),
-        recipe=resolve(config.algorithm, config.sampling.max_tokens),
+        recipe=recipe,
         optimizer=config.optimizer,
         temperature=config.sampling.temperature,
         deterministic=config.run.deterministic,

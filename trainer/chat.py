@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
-from transformers import AutoTokenizer
 
 from scavenger.config import DataSection
 from scavenger.errors import ConfigError
@@ -25,6 +24,8 @@ class Template:
         self._tokenizer: Any = None
         if not data.chat:
             return
+        from transformers import AutoTokenizer  # a second of imports that most runs do without
+
         self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if not self._tokenizer.chat_template:
             raise ConfigError(f"data.chat: {folder} has no chat template", "set data.chat = false, or take the model's instruct version")

@@ -170,18 +170,20 @@ class Stepper:
             alone = mini_batch_alone(config.run.seed, work.step, problem.index, config.algorithm.updates_per_step)
             work.mini_batch.setdefault(problem.index, alone)
 
-    def _replace(self, work: _Work, scored: ScoredGroup) -> list[phases.Event]:
-        """Dynamic sampling (DAPO, arXiv 2503.14476, eq. 11): a group that compares nothing is replaced by the data's next prompt.
+    def _replace(self, work: _Work, arrived: Sequence[wire.GroupDone]) -> list[phases.Event]:
+        """Dynamic sampling (DAPO, arXiv 2503.14476, eq. 11): groups that compare nothing are replaced by the data's next prompts.
 
         So the step takes the shortest stretch of the data that holds as many informative groups as it wants. Which groups are trained
         follows from the data's order alone: taking the first that complete would favour short answers. None is surplus.
         """
         config = self._config
         most = int(self._scoring.recipe.dynamic_limit * config.data.prompts_per_step)
-        if not self._scoring.recipe.dynamic or scored.informative or len(work.submitted) >= most:
+        flat = sum(not work.scored[group.group_id].informative for group in arrived) if self._scoring.recipe.dynamic else 0
+        count = min(flat, most - len(work.submitted))
+        if count <= 0:
             return []
-        self._ask(work, work.more(1))
-        return [phases.GroupsAdded(1, config.data.samples_per_prompt)]
+        self._ask(work, work.more(count))
+        return [phases.GroupsAdded(count, count * config.data.samples_per_prompt)]
 
     def _perform(self, work: _Work, machine: phases.Step, actions: Sequence[phases.Action]) -> deque[phases.Event]:
         events: deque[phases.Event] = deque()
@@ -217,10 +219,8 @@ class Stepper:
                 raise WireError(f"group {group.group_id} of step {group.step} came while step {work.step} was under way")
             work.tokens[group.group_id] = sum(len(group.prompt) + len(sample.tokens) for sample in group.samples) // 4
             work.moves += sum(sample.moves for sample in group.samples)
-            trained = self._arrive(work, group)
-            if group.group_id in work.scored:
-                events += self._replace(work, work.scored[group.group_id])
-            events.append(phases.GroupsCompleted(1, len(group.samples), 0 if trained else 1))
+            events.append(phases.GroupsCompleted(1, len(group.samples), 0 if self._arrive(work, group) else 1))
+        events = self._replace(work, arrived) + events
         work.seconds.reward += time.monotonic() - after
         return events or [phases.Tick()]
 

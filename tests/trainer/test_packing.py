@@ -97,8 +97,10 @@ def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return (gap / sum(float(value.double().square().sum()) for value in other.values())) ** 0.5
 
 
-@pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("settings", [{}, {"activation_checkpointing": True}, {"packing": False}], ids=["packed", "recomputed", "padded"])
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [("qwen3", {}), ("llama", {}), ("mistral", {}), ("qwen3", {"activation_checkpointing": True}), ("mistral", {"packing": False})],
+)
 def test_loss_and_gradients_are_those_of_a_plain_model(folder_of: Maker, mesh: DeviceMesh, kind: str, settings: dict[str, Any]) -> None:
     folder, micro = folder_of(kind), everything()
     if not settings.get("packing", True):
