@@ -7,6 +7,7 @@ the hooks. Must not know the daemon, the network or a file: weights come in a me
 from __future__ import annotations
 
 import mmap
+import multiprocessing
 import os
 import select
 import signal
@@ -54,8 +55,9 @@ def live_and_die_with(parent: int) -> None:
     threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
-# On import, because that is the first thing of ours that happens in the process: before devices and memory are taken.
-if PARENT in os.environ:
+# On import, because that is the first thing of ours that happens in the process: before devices and memory are taken. Not in the worker
+# itself, which imports this module too.
+if PARENT in os.environ and multiprocessing.parent_process() is not None:
     live_and_die_with(int(os.environ[PARENT]))
 
 

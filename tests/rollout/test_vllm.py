@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import pytest
@@ -34,6 +34,7 @@ from tests.rollout.test_engine_contract import finish, loaded, request  # noqa: 
 
 Kind = kinds.Kind
 PATIENCE_S = 300.0  # for an engine to start on a busy machine
+M = TypeVar("M", bound=wire.Message)
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -189,6 +190,15 @@ async def worker_process(state_dir: Path, pair: keys.KeyPair) -> AsyncIterator[a
 SERVER, ME = keys.generate(), keys.generate()
 
 
+async def hear(daemon: FakeDaemon, worker: asyncio.subprocess.Process, kind: type[M]) -> M:
+    """The next message of a kind; fails with the worker's log as soon as the worker is gone."""
+    message, gone = asyncio.create_task(daemon.expect(kind, PATIENCE_S)), asyncio.create_task(worker.wait())
+    await asyncio.wait((message, gone), return_when=asyncio.FIRST_COMPLETED)
+    gone.cancel()
+    assert message.done(), f"the worker ended with {worker.returncode}"
+    return message.result()
+
+
 def _lease(sample: int, version: int, how: Sampling) -> wire.Assign:
     return wire.Assign((Lease(sample, 1, version, pack_tokens((3, 1, 2)), b"", how, 11, SampleKey("train", 3, 0, sample)),))
 
@@ -210,17 +220,17 @@ def test_the_worker_refuses_a_bad_version_swaps_weights_mid_flight_and_leaves_in
                 daemon.send(wire.UseWeights(version, manifests.encode(manifest), (source.publish(manifest, blob),)))
 
             async with worker_process(tmp_path, ME) as worker:
-                await daemon.expect(wire.WorkerHello, PATIENCE_S)
+                await hear(daemon, worker, wire.WorkerHello)
                 daemon.send(wire.Welcome(1, 1, "r", kind.spec(context=2000), 0.5, 20.0, 8))
                 use(1, wrong)
-                failed = await daemon.expect(wire.WeightsFailed, PATIENCE_S)
+                failed = await hear(daemon, worker, wire.WeightsFailed)
                 assert (failed.version, "not (29, 32)" in failed.reason) == (1, True)
                 use(2, kind.model)
-                assert (await daemon.expect(wire.WeightsLoaded, PATIENCE_S)).version == 2
+                assert (await hear(daemon, worker, wire.WeightsLoaded)).version == 2
                 daemon.send(_lease(1, 2, Sampling(1900, temperature=0.0)))
                 old = await daemon.tokens(1, 20, PATIENCE_S)
                 use(3, fresh)
-                assert (await daemon.expect(wire.WeightsLoaded, PATIENCE_S)).version == 3
+                assert (await hear(daemon, worker, wire.WeightsLoaded)).version == 3
                 daemon.inbox.clear()
                 daemon.send(_lease(2, 3, Sampling(24, temperature=0.0)))
                 new = await daemon.tokens(2, 24, PATIENCE_S)
@@ -247,11 +257,11 @@ def test_a_worker_that_is_killed_takes_its_core_along(kind: Kind, tmp_path: Path
     async def main() -> None:
         with FakeDaemon(tmp_path, SERVER, {ME.public}) as daemon, WeightSource() as source:
             async with worker_process(tmp_path, ME) as worker:
-                await daemon.expect(wire.WorkerHello, PATIENCE_S)
+                await hear(daemon, worker, wire.WorkerHello)
                 daemon.send(wire.Welcome(1, 1, "r", kind.spec(), 0.5, 20.0, 8))
                 manifest, blob = models.weights(kind.model)
                 daemon.send(wire.UseWeights(1, manifests.encode(manifest), (source.publish(manifest, blob),)))
-                await daemon.expect(wire.WeightsLoaded, PATIENCE_S)
+                await hear(daemon, worker, wire.WeightsLoaded)
                 core = core_of(worker.pid)
                 worker.kill()
                 await worker.wait()
