@@ -115,7 +115,9 @@ class VllmEngine:
         await self._call(self._llm.collective_rpc("scavenger_hook", CALL_S, (True, self._spec.pace)))
 
     def info(self) -> EngineInfo:
-        return EngineInfo(NAME, self._spec.max_batch, self._spec.context_length, self._layout.vocab_size, self._host.gpus)
+        spec, cache = self._spec, self._llm.vllm_config.cache_config
+        held = int(cache.num_gpu_blocks or 0) * int(cache.block_size or 0)  # as vLLM found room for
+        return EngineInfo(NAME, spec.max_batch, spec.context_length, self._layout.vocab_size, self._host.gpus, cache_tokens=held)
 
     # ------------------------------------------------------------ weights
 

@@ -124,6 +124,18 @@ def test_no_stop_token_is_drawn_before_min_tokens_of_the_whole_sample(kind: Kind
     kind.run(main())
 
 
+@kinds.VLLM_ONLY
+def test_it_says_how_many_tokens_its_cache_holds(kind: Kind) -> None:
+    async def main() -> None:
+        engine = await loaded(kind)
+        info = engine.info()
+        assert (info.max_batch, info.context_length, info.vocab_size) == (16, 128, 29)
+        assert 16 * 128 <= info.cache_tokens <= 17 * 128
+        await engine.close()
+
+    kind.run(main())
+
+
 # ---------------------------------------------------------------- life and death
 
 

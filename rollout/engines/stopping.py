@@ -1,0 +1,126 @@
+"""Texts that end a sample, matched over the whole sample by the worker: an engine sees only what was generated under one lease.
+
+Owns an engine around another one, and the matcher. Only answers of runs with `sampling.stop` are looked at; the tokenizer is read from
+the path in the engine's spec when the first of them comes. Knows no daemon.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from rollout.engines.base import Delta, Engine, EngineInfo, Request
+from scavenger.errors import EngineError
+from scavenger.weights.manifest import TensorView
+
+
+class Matcher:
+    """Finds the first stop text in one sample's answer, token by token; special tokens have no text.
+
+    `accepted` tokens were searched under earlier leases. Of them only the end counts: as many as can hold the beginning of a stop text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], least: int, accepted: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._stops = tuple(stops)
+        self._least = least
+        self._longest = max(map(len, stops))
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._text = ""
+        tail = accepted[-(4 * self._longest + 16) :]
+        self._length = len(accepted) - len(tail)
+        self.found = False
+        for token in tail:
+            self.found = self.feed(token)  # the last one's answer: it may have ended the sample, and its end was lost
+
+    def feed(self, token: int) -> bool:
+        """The next token; whether it completes a stop text."""
+        self._length += 1
+        piece = self._stream.step(self._tokenizer, token)
+        if not piece:
+            return False
+        text = self._text + piece
+        # No whole stop text stays in the buffer, lest one that came before `least` tokens be found later.
+        self._text = text[-(self._longest - 1) :] if self._longest > 1 else ""
+        return self._length >= self._least and any(stop in text for stop in self._stops)
+
+
+class Stopping:
+    """`base.Engine` that ends samples at their stop texts. The token that completes one is the sample's last."""
+
+    def __init__(self, engine: Engine, tokenizer_path: str) -> None:
+        self._engine = engine
+        self._path = tokenizer_path
+        self._tokenizer: Tokenizer | None = None
+        self._matchers: dict[int, Matcher] = {}
+
+    def _open(self) -> Tokenizer:
+        if self._tokenizer is None:
+            try:
+                self._tokenizer = Tokenizer.from_file(self._path)
+            except Exception as error:  # the library raises nothing narrower
+                raise EngineError(
+                    f"the tokenizer {self._path!r}, which sampling.stop needs, cannot be read here",
+                    "put model.path where the engines' nodes see it, or use sampling.stop_token_ids", quoted=str(error),
+                ) from error  # fmt: skip
+        return self._tokenizer
+
+    async def add(self, request: Request) -> None:
+        how = request.sampling
+        matcher = Matcher(self._open(), how.stop, how.min_tokens, request.accepted) if how.stop else None
+        await self._engine.add(request)
+        if matcher is not None:
+            self._matchers[request.handle] = matcher
+
+    async def next(self) -> list[Delta]:
+        while True:
+            deltas = await self._engine.next()
+            if not self._matchers:
+                return deltas
+            ended: set[int] = set()
+            kept = [self._cut(delta, ended) for delta in deltas if delta.handle not in ended]
+            if ended:
+                await self._engine.abort(ended)
+            if kept:
+                return kept
+
+    def _cut(self, delta: Delta, ended: set[int]) -> Delta:
+        matcher = self._matchers.get(delta.handle)
+        if matcher is None:
+            return delta
+        last = 0 if matcher.found else next((n for n, token in enumerate(delta.token_ids, 1) if matcher.feed(token)), None)
+        if last is None or delta.error is not None:
+            if delta.finish or delta.error:
+                del self._matchers[delta.handle]
+            return delta
+        del self._matchers[delta.handle]
+        ended.add(delta.handle)
+        return Delta(delta.handle, delta.token_ids[:last], delta.logprobs[:last], delta.raw_logprobs[:last], "stop")
+
+    async def abort(self, handles: Iterable[int]) -> None:
+        gone = tuple(handles)
+        for handle in gone:
+            self._matchers.pop(handle, None)
+        await self._engine.abort(gone)
+
+    async def load(self, version: int, tensors: Iterable[TensorView]) -> None:
+        self._matchers.clear()
+        await self._engine.load(version, tensors)
+
+    async def sleep(self) -> None:
+        self._matchers.clear()
+        await self._engine.sleep()
+
+    def info(self) -> EngineInfo:
+        return self._engine.info()
+
+    async def wake(self) -> None:
+        await self._engine.wake()
+
+    def progress(self) -> int:
+        return self._engine.progress()
+
+    async def close(self) -> None:
+        await self._engine.close()
