@@ -233,13 +233,13 @@ def test_the_worker_refuses_a_bad_version_swaps_weights_mid_flight_and_leaves_in
 
             async with worker_process(tmp_path, ME) as worker:
                 await hear(daemon, worker, wire.WorkerHello)
-                daemon.send(wire.Welcome(1, 1, "r", kind.spec(context=2000), 0.5, 20.0, 8))
+                daemon.send(wire.Welcome(1, 1, "r", kind.spec(context=500, pace=100.0), 0.5, 20.0, 8))
                 use(1, wrong)
                 failed = await hear(daemon, worker, wire.WeightsFailed)
                 assert (failed.version, "not (29, 32)" in failed.reason) == (1, True)
                 use(2, kind.model)
                 assert (await hear(daemon, worker, wire.WeightsLoaded)).version == 2
-                daemon.send(_lease(1, 2, Sampling(1900, temperature=0.0)))
+                daemon.send(_lease(1, 2, Sampling(400, temperature=0.0)))
                 old = await daemon.tokens(1, 20, PATIENCE_S)
                 use(3, fresh)
                 assert (await hear(daemon, worker, wire.WeightsLoaded)).version == 3
@@ -249,7 +249,7 @@ def test_the_worker_refuses_a_bad_version_swaps_weights_mid_flight_and_leaves_in
                 assert _greedy(kind.model, old[:20])
                 assert _greedy(fresh, new)
                 assert not _greedy(kind.model, new)
-                daemon.send(_lease(3, 3, Sampling(1900)))
+                daemon.send(_lease(3, 3, Sampling(400)))
                 await daemon.tokens(3, 10, PATIENCE_S)
                 core = core_of(worker.pid)
                 began = time.monotonic()
