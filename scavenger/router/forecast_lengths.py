@@ -14,13 +14,22 @@ from __future__ import annotations
 import functools
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import NormalDist
 
-_NORMAL = NormalDist()
-_quantile = _NORMAL.inv_cdf
+_quantile = NormalDist().inv_cdf
+try:  # what `NormalDist.inv_cdf` calls, (share, mean, sd): without its look at the share
+    from _statistics import _normal_dist_inv_cdf  # type: ignore[import-not-found]
+
+    quantile: Callable[[float, float, float], float] = _normal_dist_inv_cdf
+except ImportError:  # as in `statistics` itself, where Python was built without it
+
+    def quantile(share: float, mean: float, sd: float) -> float:
+        return mean + sd * _quantile(share)
+
+
 _ROOT2 = math.sqrt(2.0)
 _DENSITY = 1 / math.sqrt(2 * math.pi)
 
@@ -34,8 +43,9 @@ PRIOR_PAIRS = 64.0
 #: Answers whose weight the memory of earlier steps aims at: a big step forgets quickly, a small one slowly.
 MEMORY = 1024.0
 _EDGE = 1e-9
-_ALMOST = 1 - 1e-12
-_SIXTHS = (5 / 6, 0.5, 1 / 6)
+#: Tails that are told apart, and the shares whose quantiles `expected` is the mean of.
+LEAST, ALMOST = 1e-12, 1 - 1e-12
+SIXTHS = (5 / 6, 0.5, 1 / 6)
 _MASK = (1 << 64) - 1
 
 
@@ -140,7 +150,7 @@ class Table:
         sd = math.sqrt(max(variance, 1e-6))
         left = upper_tail((self.score(have) - mean) / sd) if have > self.edges[0] else 1.0
         tail = left * (1 - share)
-        score = mean - sd * _quantile(min(1 - 1e-12, max(tail, 1e-12)))
+        score = mean - sd * _quantile(min(ALMOST, max(tail, LEAST)))
         return min(float(self.cap), max(self.length(score), have + 1.0))
 
     def expected(self, belief: Belief, have: int) -> float:
@@ -149,8 +159,8 @@ class Table:
         sd = max(sd, 1e-3)
         left = upper_tail((self.score(have) - mean) / sd) if have > self.edges[0] else 1.0
         total, least, scores, logs = 0.0, have + 1.0, self.scores, self.logs
-        for share in _SIXTHS:  # `length`, written out: it is asked three times for each sample of a step
-            score = mean - sd * _quantile(min(_ALMOST, max(left * share, 1e-12)))
+        for share in SIXTHS:  # `length`, written out: it is asked three times for each sample of a step
+            score = mean - sd * _quantile(min(ALMOST, max(left * share, LEAST)))
             at = bisect_left(scores, score)
             if at == 0:
                 length = self.edges[0]
@@ -162,21 +172,6 @@ class Table:
                 length = math.exp(start + (score - low) / (scores[at] - low) * (logs[at] - start))
             total += length if length > least else least
         return min(float(self.cap), total / 3)
-
-    def together(self, belief: Belief, running: Sequence[int], shares: Iterable[float], group_share: float) -> tuple[float, ...]:
-        """`at` for a group's running samples at once, each with its share."""
-        root = math.sqrt(self.correlation)
-        mean = root * belief.mean + root * belief.sd * _quantile(group_share)
-        sd = math.sqrt(max(1 - self.correlation, 1e-6))
-        cap, shortest = float(self.cap), self.edges[0]
-        lengths = []
-        for have, share in zip(running, shares, strict=True):
-            left = upper_tail((self.score(have) - mean) / sd) if have > shortest else 1.0
-            length = self.length(mean - sd * _quantile(min(_ALMOST, max(left * (1 - share), 1e-12))))
-            least = have + 1.0
-            length = length if length > least else least
-            lengths.append(length if length < cap else cap)
-        return tuple(lengths)
 
 
 class LengthForecast:
@@ -301,5 +296,7 @@ def impute(table: Table, groups: Mapping[int, Group], beliefs: Mapping[int, Beli
         group = groups[key]
         if group.running:
             belief = beliefs[key] if beliefs else table.belief(group)
-            imputed[key] = table.together(belief, group.running, scattered(key, len(group.running)), corput(key + 1))
+            shares = scattered(key, len(group.running))
+            where = corput(key + 1)
+            imputed[key] = tuple(table.at(belief, have, share, where) for have, share in zip(group.running, shares, strict=True))
     return imputed

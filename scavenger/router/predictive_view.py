@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from scavenger.router import forecast_many
 from scavenger.router.forecast import Forecast
 from scavenger.router.forecast_lengths import Belief, Group, Table, impute
 from scavenger.router.forecast_speed import Curve
@@ -82,30 +83,26 @@ class Picture:
     @cached_property
     def expected(self) -> dict[int, float]:
         """Expected tokens to come of each sample that is not done."""
-        rests: dict[int, float] = {}
-        expected = self.table.expected
-        for group_id, belief in self.beliefs.items():
-            fresh: float | None = None
-            for sample in self.groups[group_id].running:
-                length = sample.length
-                if length:
-                    rests[sample.id] = expected(belief, length) - length
-                    continue
-                if fresh is None:
-                    fresh = expected(belief, 0)
-                rests[sample.id] = fresh
-        return rests
+        lengths = forecast_many.expected(self.table, [(belief, self._keys[group].running) for group, belief in self.beliefs.items()])
+        return self._rests(lengths)
 
     @cached_property
     def imputed(self) -> dict[int, float]:
         """One plausible number of tokens to come of each sample that is not done."""
-        keys = {group_id: self.groups[group_id].key() for group_id in self.beliefs}
-        lengths = impute(self.table, keys, self.beliefs)
+        lengths = forecast_many.impute(self.table, [(group, belief, self._keys[group]) for group, belief in self.beliefs.items()])
+        return self._rests(lengths)
+
+    def _rests(self, lengths: Sequence[Sequence[float]]) -> dict[int, float]:
+        """Tokens to come, where each running sample ends at such a length."""
         return {
             sample.id: length - sample.length
-            for group_id in keys
-            for sample, length in zip(self.groups[group_id].running, lengths[group_id], strict=True)
+            for group_id, found in zip(self.beliefs, lengths, strict=True)
+            for sample, length in zip(self.groups[group_id].running, found, strict=True)
         }
+
+    @cached_property
+    def _keys(self) -> dict[int, Group]:
+        return {group_id: self.groups[group_id].key() for group_id in self.beliefs}
 
     def longest(self, sample: SampleView) -> float:
         """Tokens to come that this sample exceeds in one of ten cases only."""
