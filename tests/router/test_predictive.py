@@ -9,7 +9,8 @@ import pytest
 
 from scavenger.router import policy as seam
 from scavenger.router.policy import PlainView, RouterPolicy, SampleView, Standard, StepView, WorkerView
-from scavenger.router.predictive import PAUSE_S, Predictive, Settings
+from scavenger.router.predictive import PAUSE_S, Predictive
+from scavenger.router.predictive_settings import Settings
 from scavenger.simulate import presets
 from tests.router.small_site import SmallSite, Trainer
 from tests.router.test_forecast import CAP, drawn
