@@ -4,19 +4,25 @@
 
 Cells are never averaged over segments, whose starts are fixed in `segments.json`. The setting is that of the published points
 (`published.STACK`), whatever the policy. A unit of work is one cell with one seed: all its policies meet the same fleet, lengths and cold
-starts, so ratios are taken seed by seed. `--jobs` processes share the units; what they find is kept in `--keep FILE`, from which an ended
-run goes on.
+starts, so ratios are taken seed by seed. Colocated, which uses no fleet, is played once for a model and a seed. `--jobs` processes take one
+unit after the other; what they find is kept in `--keep FILE`, from which an ended run goes on.
+
+The page ends with the rows that miss a goal (`GOALS`), each with what the clairvoyant reaches there and where the step's seconds went.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import math
+import queue
 import statistics
 import subprocess
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -37,7 +43,7 @@ CAPS = (1, 2, 4, 8, 0)  # pairs; 0 = uncapped
 UNCAPPED = 128
 EARTH_END_S = 72 * 3600.0
 PRICES = (10.47, 2.66)  # dollars an hour of a reserved and of a harvested GPU
-COMPARED = ("colocated", "disaggregated", "polyrl", "rlboost", "ours", "clairvoyant")
+COMPARED = ("colocated", "polyrl", "rlboost", "ours", "clairvoyant")
 # Student's t for two-sided 95 %, by degrees of freedom; beyond the table the normal's.
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 
@@ -64,6 +70,10 @@ class Result:
     wasted: int
     preemptions: int
     harvested_gpu_hours: float
+    step_s: float  # of the mean step, and its parts
+    window_s: float
+    wait_s: float
+    train_s: float
 
 
 def fleet_of(folder: Path, name: str, seed: int) -> Fleet:
@@ -88,15 +98,28 @@ def result_of(out: Outcome) -> Result:
     reserved, harvested = PRICES
     return Result(
         out.tokens_per_s, out.tokens_per_dollar(reserved, harvested), out.tokens_per_dollar(reserved, 0.0), len(out.steps), out.starts,
-        out.wasted_starts, out.preemptions, out.harvested_gpu_hours,
+        out.wasted_starts, out.preemptions, out.harvested_gpu_hours, out.step_seconds / max(1, len(out.steps)),
+        *(_mean([getattr(step, part) for step in out.steps]) for part in ("seed_s", "wait_s", "train_s")),
     )  # fmt: skip
 
 
-def play(unit: Unit, folder: Path, policies: Sequence[str]) -> dict[str, Result]:
+def _mean(values: Sequence[float]) -> float:
+    return statistics.mean(values) if values else 0.0
+
+
+Alone = dict[tuple[str, int], Result]
+
+
+def play(unit: Unit, folder: Path, policies: Sequence[str], alone: Alone) -> dict[str, Result]:
+    """`alone`: what colocated did by model and seed; added to."""
     cell = scenario_of(unit, fleet_of(folder, unit.segment, unit.seed))
-    return {
-        name: result_of(simulate(cell, clairvoyant(cell) if name == "clairvoyant" else CONTENDERS[name])) for name in policies
-    }
+    found = {}
+    for name in policies:
+        known = alone.get((unit.model, unit.seed)) if name == "colocated" else None
+        found[name] = known or result_of(simulate(cell, clairvoyant(cell) if name == "clairvoyant" else CONTENDERS[name]))
+    if "colocated" in found:
+        alone[unit.model, unit.seed] = found["colocated"]
+    return found
 
 
 # ---------------------------------------------------------------- processes
@@ -104,9 +127,10 @@ def play(unit: Unit, folder: Path, policies: Sequence[str]) -> dict[str, Result]
 
 def work(folder: Path, policies: Sequence[str]) -> None:
     """A worker process: units come as JSON lines, results leave as JSON lines."""
+    alone: Alone = {}
     for line in sys.stdin:
         unit = Unit(**json.loads(line))
-        found = play(unit, folder, policies)
+        found = play(unit, folder, policies, alone)
         print(json.dumps({"unit": asdict(unit), "found": {name: asdict(one) for name, one in found.items()}}), flush=True)
 
 
@@ -119,29 +143,49 @@ def read(line: str, into: Found) -> None:
 
 
 def spread(units: Sequence[Unit], jobs: int, folder: Path, policies: Sequence[str], keep: Path | None) -> Iterator[str]:
-    """Deal the units out to processes; yields their lines as each process ends its share, and appends them to `keep` before."""
+    """Hand the units to processes, each the next one when it is done with one; yields their lines, and appends them to `keep` before."""
     argv = [sys.executable, __file__, "--traces", str(folder), "--policy", ",".join(policies), "--worker"]
-    shares = [units[place::jobs] for place in range(jobs)]
-    workers = [subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in shares]
+    todo, lines = deque(units), queue.Queue[str | None]()
+    workers = [subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) for _ in range(jobs)]
+    threads = [threading.Thread(target=_feed, args=(worker, todo, lines), daemon=True) for worker in workers]
     try:
-        for worker, share in zip(workers, shares, strict=True):
-            assert worker.stdin is not None
-            worker.stdin.write("".join(json.dumps(asdict(unit)) + "\n" for unit in share))
-            worker.stdin.close()
-        for worker in workers:
-            assert worker.stdout is not None
-            for line in worker.stdout:
-                if keep is not None:
-                    with keep.open("a") as file:
-                        file.write(line)
-                yield line
-            if worker.wait():
-                raise SystemExit(f"a worker ended with {worker.returncode}")
+        for thread in threads:
+            thread.start()
+        for _ in units:
+            line = lines.get()
+            if line is None:
+                raise SystemExit("a process ended before its unit: see its error above")
+            if keep is not None:
+                with keep.open("a") as file:
+                    file.write(line)
+            yield line
     finally:
         for worker in workers:
-            if worker.poll() is None:
-                worker.kill()
-                worker.wait()
+            worker.kill()
+            worker.wait()
+        for thread in threads:
+            thread.join()
+
+
+def _feed(worker: subprocess.Popen[str], todo: deque[Unit], lines: queue.Queue[str | None]) -> None:
+    """One process's units, one at a time. `None` when it has ended without an answer."""
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    while todo:
+        try:
+            unit = todo.popleft()
+        except IndexError:  # another process took the last one
+            return
+        try:
+            worker.stdin.write(json.dumps(asdict(unit)) + "\n")
+            worker.stdin.flush()
+        except BrokenPipeError:
+            lines.put(None)
+            return
+        answer = worker.stdout.readline()
+        lines.put(answer or None)
+        if not answer:
+            return
 
 
 # ---------------------------------------------------------------- the table
@@ -192,15 +236,79 @@ def rows(found: Found, policies: Sequence[str]) -> Iterator[str]:
         yield f"| {segment} | {model} | {pairs or 'all'} | {len(by_seed)} | " + " | ".join(values) + " |"
 
 
-def page(found: Found, policies: Sequence[str], seconds: float) -> str:
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A figure that shall be at least `least` wherever the clairvoyant reaches `allowed` of what `of_best` says."""
+
+    name: str
+    figure: Callable[[Mapping[str, Result]], float]
+    least: float
+    of_best: Callable[[Mapping[str, Result]], float]
+    allowed: float
+
+
+def _per_dollar(name: str) -> Callable[[Mapping[str, Result]], float]:
+    return lambda by: by[name].tokens_per_dollar / by["colocated"].tokens_per_dollar
+
+
+GOALS = (
+    Goal("gap closed", gap_closed, 0.9, lambda by: by["clairvoyant"].tokens_per_s / by["colocated"].tokens_per_s, 1.01),
+    Goal("ours / rlboost", _ratio("ours", "rlboost"), 1.15, _ratio("clairvoyant", "rlboost"), 1.15),
+    Goal("ours / polyrl", _ratio("ours", "polyrl"), 1.3, _ratio("clairvoyant", "polyrl"), 1.3),
+    Goal("ours / colocated", _ratio("ours", "colocated"), 2.2, _ratio("clairvoyant", "colocated"), 2.4),
+    Goal("tokens/$ over colocated", _per_dollar("ours"), 1.6, _per_dollar("clairvoyant"), 0.0),
+)
+
+
+def missed(found: Found) -> Iterator[str]:
+    """Goals by cell: met, missed, or out of the clairvoyant's reach; and each that is not met, with its figures."""
+    cells: dict[tuple[str, str, int], list[Mapping[str, Result]]] = {}
+    for unit in sorted(found):
+        cells.setdefault((unit.segment, unit.model, unit.pairs), []).append(found[unit])
+    lines, counts = [], {goal.name: [0, 0, 0] for goal in GOALS}
+    for (segment, model, pairs), by_seed in cells.items():
+        for goal in GOALS:
+            figure, best = (_mean([value for one in by_seed if not math.isnan(value := of(one))]) for of in (goal.figure, goal.of_best))
+            met, allowed = figure >= goal.least, best >= goal.allowed
+            counts[goal.name][0 if met else 1 if allowed else 2] += 1
+            if not met:
+                what = "" if allowed else ", out of the clairvoyant's reach"
+                told = f"{figure:.2f} of {goal.least:g} (clairvoyant {best:.2f}{what})"
+                lines.append(f"| {segment} | {model} | {pairs or 'all'} | {goal.name} | {told} | {_seconds(by_seed)} |")
+    yield "| goal | cells that meet it | miss it | miss it where the clairvoyant does |"
+    yield "| --- | --- | --- | --- |"
+    for goal in GOALS:
+        met_, missed_, beyond = counts[goal.name]
+        yield f"| {goal.name} >= {goal.least:g} | {met_} | {missed_} | {beyond} |"
+    if lines:
+        yield ""
+        yield "| segment | model | pairs | goal | reached | a step's seconds: all = window + wait + train + rest |"
+        yield "| --- | --- | --- | --- | --- | --- |"
+        yield from lines
+
+
+def _seconds(by_seed: Sequence[Mapping[str, Result]]) -> str:
+    told = []
+    for name in ("ours", "clairvoyant", "rlboost"):
+        parts = [_mean([getattr(one[name], part) for one in by_seed]) for part in ("step_s", "window_s", "wait_s", "train_s")]
+        told.append(f"{name} {parts[0]:.0f} = {parts[1]:.0f} + {parts[2]:.0f} + {parts[3]:.0f} + {parts[0] - sum(parts[1:]):.0f}")
+    return "; ".join(told)
+
+
+def page(found: Found, policies: Sequence[str], seconds: float, command: str) -> str:
+    seeds = sorted({unit.seed for unit in found})
     head = [
         "# Policies in simulation",
         "",
-        "Trace-driven; of the Earth segments with simulated placement. Mean over seeds ± half the 95 % confidence interval; ratios seed by",
-        f"seed. Made by `benchmarks/policies.py` in {seconds / 60:.0f} min. The setting is that of `scavenger/simulate/published.py`.",
+        f"*Simulated*, {datetime.date.today():%B %Y}, with the router, harvest policy and step machine that run live, over traces;",
+        "placement on the Earth segments is simulated. Mean over seeds ± half the 95 % confidence interval, ratios seed by seed. Setting:",
+        f"`scavenger/simulate/published.py`. Seeds {seeds[0]} to {seeds[-1]}; `pairs`: engines of two GPUs that the run may have.",
+        "",
+        f"`{command}`: {seconds / 60:.0f} min.",
         "",
     ]
-    return "\n".join([*head, *rows(found, policies), ""])
+    goals = ["", "## Goals", "", *missed(found)] if set(COMPARED) <= set(policies) else []
+    return "\n".join([*head, *rows(found, policies), *goals, ""])
 
 
 def units_of(asked: argparse.Namespace) -> list[Unit]:
@@ -236,7 +344,9 @@ def main() -> None:
     for line in spread(todo, max(1, min(asked.jobs, len(todo))), asked.traces, policies, asked.keep) if todo else ():
         read(line, found)
         print(f"{len(found)} units, {time.monotonic() - started:.0f} s", file=sys.stderr)
-    text = page(found, policies, time.monotonic() - started)
+    command = "python benchmarks/policies.py --traces DIR" + "".join(f" {word}" for word in sys.argv[1:] if word in ("--reduced",))
+    command += f" --seeds {asked.seeds}" if not asked.reduced else ""
+    text = page(found, policies, time.monotonic() - started, f"{command} --jobs {asked.jobs}")
     asked.out.write_text(text)
     print(text)
 

@@ -19,36 +19,32 @@ Knows no clock: seconds count from the moment asked about. Chooses nothing: `win
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import msgspec
-
+from scavenger.router.forecast_service import Outstanding, Profile, arrivals, profile, rest_of, served, thinned
 from scavenger.router.forecast_speed import Curve
 
 NEVER = math.inf
-#: Samples that end together in the model: a share of those that still run, so that the last ones are told apart.
-BUCKET_SHARE = 1 / 10
+#: Of more samples than about this, every k-th group stands for k of them.
+MODELLED = 256
 #: Fewer engines than this (what is left of those that are lost) generate nothing.
 FEW = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Engines that are alike. `slots`: samples that one may hold."""
+    """Engines that are alike. `slots`: samples that one may hold; `cache`: tokens of context that it holds, where that is known."""
 
     curve: Curve
     engines: float
     slots: int
+    cache: float = math.inf
 
-
-class Outstanding(msgspec.Struct, frozen=True, gc=False):
-    """A sample under way: tokens of context now, tokens to come (expected or imputed), and its group."""
-
-    have: float
-    rest: float
-    group: int
+    def room(self, mean: float) -> float:
+        """Samples of so much context that run on one at a time."""
+        return min(self.slots, max(1.0, self.cache / mean)) if mean > 0 else self.slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +69,7 @@ class Situation:
 
     `ready_groups`, `ready_tokens`: whole groups that wait for training; `group_tokens`: tokens of each unfinished group's finished samples.
     `busy_s`: what is left of the round under way. `reserved_after_s`: until when reserved engines cannot generate (they load).
+    `limit`: samples that each engine serves at a time; more wait, in the order of `samples`.
     """
 
     reserved: Pool
@@ -87,61 +84,7 @@ class Situation:
     group_tokens: Mapping[int, float] | None = None
     busy_s: float = 0.0
     reserved_after_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Profile:
-    """Samples in buckets by tokens to come. Bucket j: `width[j]` tokens each for `count[j]` samples of `mean[j]` tokens of context.
-
-    `groups[j]`, `tokens[j]`: whole groups that the end of bucket j completes, and their tokens.
-    """
-
-    width: tuple[float, ...]
-    count: tuple[float, ...]
-    mean: tuple[float, ...]
-    groups: tuple[int, ...]
-    tokens: tuple[float, ...]
-
-
-def _profile(situation: Situation) -> _Profile:
-    samples = sorted([(s.rest if s.rest > 1.0 else 1.0, s.have, s.group) for s in situation.samples])
-    ends, todo = [], len(samples)
-    while todo:
-        todo -= max(1, int(todo * BUCKET_SHARE))
-        ends.append(len(samples) - todo)
-    rests = [samples[end - 1][0] for end in ends]
-    have_left = sum([have for _, have, _ in samples])
-    width, count, mean = [], [], []
-    first, before = 0, 0.0
-    for end, rest in zip(ends, rests, strict=True):
-        inside = samples[first:end]
-        spent = sum([own - before for own, _, _ in inside])  # sample-tokens of those that end here
-        lasting = len(samples) - end
-        span = rest - before
-        n = lasting + (spent / span if span else len(inside))
-        width.append(span)
-        count.append(n)
-        mean.append(have_left / (len(samples) - first) + before + span / 2)
-        have_left -= sum([have for _, have, _ in inside])
-        first, before = end, rest
-    groups, tokens = _completions(situation, samples, rests)
-    return _Profile(tuple(width), tuple(count), tuple(mean), groups, tokens)
-
-
-def _completions(
-    situation: Situation, samples: Sequence[tuple[float, float, int]], rests: Sequence[float]
-) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    last: dict[int, float] = {}
-    total: dict[int, float] = dict(situation.group_tokens or {})
-    for rest, have, group in samples:  # sorted: the last one seen ends the group
-        last[group] = rest
-        total[group] = total.get(group, 0.0) + have + rest
-    groups, tokens = [0] * len(rests), [0.0] * len(rests)
-    for group in sorted(last):
-        at = bisect_left(rests, last[group])
-        groups[at] += 1
-        tokens[at] += total[group]
-    return tuple(groups), tuple(tokens)
+    limit: float = math.inf
 
 
 class _Fleet:
@@ -171,7 +114,7 @@ class _Fleet:
         if reserved <= FEW:
             return _alone(self._harvested, harvested, n, mean), 0.0
         mine, theirs = self._reserved.curve, self._harvested.curve
-        running = min(n, reserved * self._reserved.slots + harvested * self._harvested.slots)
+        running = min(n, reserved * self._reserved.room(mean) + harvested * self._harvested.room(mean))
         k, j = max(mine.per_sample + mine.per_token * mean, 1e-12), max(theirs.per_sample + theirs.per_token * mean, 1e-12)
         step = (running + reserved * mine.base / k + harvested * theirs.base / j) / (reserved / k + harvested / j)
         if step <= mine.base:  # even an empty one would be late
@@ -184,7 +127,7 @@ class _Fleet:
 
 def _alone(pool: Pool, engines: float, n: float, mean: float) -> float:
     """Seconds in which each of n samples gains a token on engines of one kind: at least those of a sample that is alone."""
-    curve, room = pool.curve, engines * pool.slots
+    curve, room = pool.curve, engines * pool.room(mean)
     running = room if room < n else n
     each = running / engines
     return (curve.base + (curve.per_sample + curve.per_token * mean) * (each if each > 1.0 else 1.0)) * n / running
@@ -199,7 +142,7 @@ class _Cursor:
     part: float = 0.0
 
 
-def _generate(profile: _Profile, fleet: _Fleet, start: _Cursor) -> list[float]:
+def _generate(profile: Profile, fleet: _Fleet, start: _Cursor) -> list[float]:
     """Times at which the buckets from `start` on end."""
     t, part = start.t, start.part
     times: list[float] = []
@@ -221,19 +164,19 @@ def _generate(profile: _Profile, fleet: _Fleet, start: _Cursor) -> list[float]:
     return times
 
 
-def _train(situation: Situation, profile: _Profile, times: Sequence[float], start_s: float) -> float:
-    """When the last round is done, if training starts at `start_s` and bucket j's groups come at `times[j]`."""
+def _train(situation: Situation, groups: Sequence[tuple[float, float]], weight: float, start_s: float) -> float:
+    """When the last round is done, if training starts at `start_s` and groups, (seconds, tokens) in order, stand for `weight` each."""
     costs, j = situation.costs, 0
-    t, groups, tokens = start_s, situation.ready_groups, situation.ready_tokens
+    t, ready, tokens = start_s, float(situation.ready_groups), situation.ready_tokens
     while True:
-        while j < len(times) and times[j] <= t:
-            groups, tokens = groups + profile.groups[j], tokens + profile.tokens[j]
+        while j < len(groups) and groups[j][0] <= t:
+            ready, tokens = ready + weight, tokens + weight * groups[j][1]
             j += 1
-        if groups and (groups >= costs.round_groups or j == len(times)):
+        if ready and (ready >= costs.round_groups or j == len(groups)):
             t += costs.round_s + costs.train_s * tokens
-            groups, tokens = 0, 0.0
-        elif j < len(times):
-            t = times[j]
+            ready, tokens = 0.0, 0.0
+        elif j < len(groups):
+            t = groups[j][0]
             if t == NEVER:
                 return NEVER
         else:
@@ -245,27 +188,49 @@ class StepModel:
 
     def __init__(self, situation: Situation) -> None:
         self.situation = situation
-        self.profile = _profile(situation)
         since = situation.reserved_after_s if situation.awake else situation.busy_s + situation.costs.wake_s
         self._open = _Fleet(situation, since, NEVER)
         self._shut = _Fleet(situation, NEVER, NEVER)
+        self._samples, self._weight = thinned(situation.samples, MODELLED)
+        self._before = situation.group_tokens or {}
+        self.profile = self._profile(self._samples, self._before, situation.reserved.engines)
         self.times = _generate(self.profile, self._open, _Cursor())
         self.end_s = self.times[-1] if self.times else 0.0
 
+    def _profile(self, samples: Sequence[Outstanding], before: Mapping[int, float], reserved: float) -> Profile:
+        """With the places of `reserved` engines, and of all harvested ones that are there or will be."""
+        situation = self.situation
+        engines = reserved + situation.harvested.engines + sum(more for _, more in situation.arrivals if more > 0)
+        places = situation.limit * max(1.0, engines) / self._weight if situation.limit < NEVER else NEVER
+        return profile(served(samples, places), before, self._weight)
+
     def asleep_s(self) -> float:
         """The rest of the step when reserved engines train from now on, with no toggle."""
-        times = _generate(self.profile, self._shut, _Cursor())
-        return self._finish(times, self.situation.busy_s)
+        shut = self._profile(self._samples, self._before, 0.0) if self.situation.limit < NEVER else self.profile
+        times = _generate(shut, self._shut, _Cursor())
+        return self._finish(arrivals(shut.whole, shut.ends, times, 0.0), times, self.situation.busy_s)
 
     def close_s(self, window_s: float) -> float:
         """The rest of the step when reserved engines generate until `window_s` and then train."""
+        whole, ends = self.profile.whole, self.profile.ends
         if window_s >= self.end_s:
-            return self._finish(self.times, self.end_s + self.situation.costs.sleep_s)
+            return self._finish(arrivals(whole, ends, self.times, 0.0), self.times, self.end_s + self.situation.costs.sleep_s)
+        train_from_s = max(window_s, self.situation.busy_s) + self.situation.costs.sleep_s
         done = bisect_right(self.times, window_s)
         cursor = self._at(window_s, done)
         t = window_s + self._stall_s(cursor)
-        later = _generate(self.profile, self._shut, _Cursor(t, cursor.bucket, cursor.part))
-        return self._finish([*self.times[:done], *later], max(window_s, self.situation.busy_s) + self.situation.costs.sleep_s)
+        if self.situation.limit == NEVER:
+            later = _generate(self.profile, self._shut, _Cursor(t, cursor.bucket, cursor.part))
+            times = [*self.times[:done], *later]
+            return self._finish(arrivals(whole, ends, times, 0.0), times, train_from_s)
+        at = (ends[done - 1] if done else 0.0) + cursor.part * self.profile.width[done]
+        rest, tokens = rest_of(self.profile.spans, at)
+        for group, before in self._before.items():
+            tokens[group] = tokens.get(group, 0.0) + before
+        shut = self._profile(rest, tokens, 0.0)
+        later = _generate(shut, self._shut, _Cursor(t=t))
+        until_now = arrivals([one for one in whole if one[0] <= at], ends, self.times, 0.0)
+        return self._finish([*until_now, *arrivals(shut.whole, shut.ends, later, t)], later, train_from_s)
 
     def _at(self, t: float, done: int) -> _Cursor:
         before = self.times[done - 1] if done else 0.0
@@ -279,6 +244,6 @@ class StepModel:
         engines = self._shut.harvested(cursor.t)
         return count * share * mean * self.situation.costs.prefill_s / engines if engines > FEW else 0.0
 
-    def _finish(self, times: Sequence[float], train_from_s: float) -> float:
+    def _finish(self, groups: Sequence[tuple[float, float]], times: Sequence[float], train_from_s: float) -> float:
         last = times[-1] if times else 0.0
-        return max(last, _train(self.situation, self.profile, times, train_from_s)) + self.situation.costs.finish_s
+        return max(last, _train(self.situation, groups, self._weight, train_from_s)) + self.situation.costs.finish_s

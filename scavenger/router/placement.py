@@ -133,6 +133,15 @@ def order(jobs: Iterable[Job], begun: Set[int], group_rest: Mapping[int, float],
     return ranked + _mixed(others, group_rest, min(1.0, max(0.0, starved)) * GROUP_SHARE)
 
 
+def in_turn(jobs: Iterable[Job], group_rest: Mapping[int, float]) -> list[Ranked]:
+    """Group after group, the one with the least to come first: groups become whole all the time, and few are open at once.
+
+    `group_rest`: tokens to come of all samples of each group, running ones included. What moved goes first, its group has waited most.
+    """
+    todo = sorted(jobs, key=lambda job: (not job.moved, group_rest.get(job.group_id, job.rest), job.group_id, -job.rest, job.sample_id))
+    return [Ranked(job, "moved" if job.moved else "its group has the least to come") for job in todo]
+
+
 def _mixed(jobs: Sequence[Job], group_rest: Mapping[int, float], group_share: float) -> list[Ranked]:
     """Longest first, with `group_share` of the places given to whom the trainer waits for, and every `OLDEST_EVERY`-th to the oldest."""
     longest = deque(sorted(jobs, key=lambda job: (-job.rest, job.group_id, job.sample_id)))

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from scavenger.errors import ConfigError
 from scavenger.router.policy import NewPolicy, Standard
-from scavenger.router.predictive import Predictive, Settings
+from scavenger.router.predictive import Predictive
+from scavenger.router.predictive_settings import Settings
 
 NAMES = ("predictive", "standard")
 

@@ -4,6 +4,7 @@
     view   --> Picture  (what everybody has, and what is to come)
                  |-- window.solve            whether reserved engines go on generating
                  |-- placement.order/assign  which queued sample goes where
+                 |-- window.serve            in which order, and how many an engine serves at a time
                  |-- offload.rebalance/merge which running sample changes engines
                  '-- window.size_fleet, autoscale   how many harvested engines
 
@@ -15,17 +16,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import msgspec
 
-from scavenger.harvest import autoscale
 from scavenger.router import offload, placement
 from scavenger.router import window as windows
 from scavenger.router.forecast import Forecast
 from scavenger.router.forecast_lengths import Belief
 from scavenger.router.forecast_speed import Curve
 from scavenger.router.forecast_step import StepModel
+from scavenger.router.placement import Ranked
 from scavenger.router.policy import (
     Fact,
     Move,
@@ -44,6 +45,8 @@ from scavenger.router.policy import (
     WorkerView,
 )
 from scavenger.router.predictive_fleet import FleetSizer
+from scavenger.router.predictive_serving import Service
+from scavenger.router.predictive_settings import Settings
 from scavenger.router.predictive_view import Picture
 
 #: Nothing is solved again sooner than this, whatever happened (but a new step); nor than this share of a step, where that is less.
@@ -62,28 +65,6 @@ OPEN_LEAST_S = 30.0
 MANY_LOST = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """Which controllers act, and their free parameters. `every_s`: between rebalancings.
-
-    `plateau`: the share of an engine's best throughput up to which it is filled. `margin`: `offload.Price.margin`. `least_saving`: what
-    an engine must shorten a step by, at least. `price`: of a harvested GPU-second, in the run's own (`autoscale.worth`).
-    """
-
-    window: bool = True
-    placement: bool = True
-    rebalance: bool = True
-    bounds: bool = True
-    tails: bool = True
-    fleet: bool = True
-    every_s: float = 20.0
-    plateau: float = 0.97
-    margin: float = 0.1
-    least_saving: float = 0.003
-    price: float = 1.0
-    rules: autoscale.Rules = field(default_factory=autoscale.Rules)
-
-
 class Predictive:
     """A `RouterPolicy`. One for each run; what it has learned goes with it."""
 
@@ -98,11 +79,12 @@ class Predictive:
         self._solved_at = self._rebalanced_at = -math.inf
         self._new_step = self._changed = self._shifted = True
         self._step, self._unfinished = -1, 0
-        self._ranked: list[placement.Ranked] = []
+        self._ranked: list[Ranked] = []
         self._ranked_ids: frozenset[int] = frozenset()
         self._ranked_at = -math.inf
         self._ranked_came: object = None  # `RunView.came` for which the ranking is known to hold all that wait
         self._ranked_from = 0  # those before this one in the ranking wait no more
+        self._service = Service()
         self._limits: dict[int, int] = {}
         self._shared: Picture | None = None  # of this moment, for the next who asks in it
         self._share = 0
@@ -136,13 +118,13 @@ class Predictive:
                 self._unfinished -= 1
                 self._new_step |= self._unfinished == 0  # the window ends at once
             case WindowMoved():
-                self._changed = True
+                self._changed = self._service.changed = True
                 self._trained_at = None if fact.awake else now + self.forecast.sleep_s
             case TrainedGroups() if fact.step == self._step:
                 self._trained = float(fact.tokens)
                 self._trained_at = now if self._trained_at is not None else None
             case WorkerReady() | WorkerLost() | WorkerJoined():
-                self._changed = self._shifted = True
+                self._changed = self._shifted = self._service.changed = True
                 if isinstance(fact, WorkerLost):
                     self._lost_at = now
                     self._retired.clear()  # the load of those that are left is another
@@ -154,6 +136,7 @@ class Predictive:
         self._step, self._unfinished = fact.step, fact.samples
         self._new_step = self._changed = self._shifted = True
         self._decision = self._plan = None
+        self._service.begin_step()
         self._beliefs.clear()
         self._retired.clear()
         self._left.clear()
@@ -202,9 +185,10 @@ class Predictive:
             self._plan = None
             return WindowDecision(True, f"all {step.samples} samples of step {step.step} are done")
         picture = self._picture(view, now)
-        plan = self._plan = windows.solve(picture.situation(self._trained))
+        queued = [ranking.job.sample_id for ranking in self._ranked]
+        plan = self._plan = windows.solve(picture.situation(self._trained, queued, self._service.by.limit))
         awake = picture.step.reserved_awake
-        why = f"step {step.step}: {plan.reason}"
+        why = f"step {step.step}: {plan.reason}" + (f"; {self._service.by.reason}" if self._service.by.reason else "")
         soon_s = self._within(SOON_S)
         if awake and plan.awake and plan.close_after_s <= soon_s:
             return WindowDecision(True, why, now + AGAIN_MAX_S)
@@ -240,7 +224,8 @@ class Predictive:
 
     def _limit(self, slots: placement.Slots) -> int:
         """Leases that a worker gets by the last ranking; one that was not there then gets the share that was kept for it."""
-        return min(slots.max_batch, self._limits.get(slots.worker_id, self._share or slots.max_batch))
+        known = self._limits.get(slots.worker_id, self._share or slots.max_batch)
+        return int(min(slots.max_batch, known, self._service.by.limit))
 
     def _place_ranked(self, view: RunView, free: Sequence[placement.Slots]) -> list[Placement]:
         """A slot or two came free: the next of the ranking, to the emptiest."""
@@ -266,7 +251,8 @@ class Predictive:
         ]
         begun = {g for g, group in picture.groups.items() if group.finished or any(s.worker_id or s.length for s in group.running)}
         to_whole = {g: max((expected[s.id] for s in group.running), default=0.0) for g, group in picture.groups.items()}
-        self._ranked = placement.order(jobs, begun, to_whole, self._starved(picture))
+        longest = placement.order(jobs, begun, to_whole, self._starved(picture))
+        self._ranked = self._service.queue(picture, longest, jobs, self._trained, now) if self.settings.limits else longest
         self._ranked_ids, self._ranked_at = frozenset(job.sample_id for job in jobs), now
         self._ranked_came, self._ranked_from = view.came if len(jobs) == len(queued) else None, 0
         engines = {engine.worker_id: engine for engine in self._engines_of(picture)}
@@ -286,6 +272,7 @@ class Predictive:
         expected = picture.expected
         open_s = self._plan.close_after_s if self._plan is not None and self._plan.awake else math.inf
         engines, share = [], picture.fair_share
+        most = min(self._service.by.limit, 1 << 20)
         for worker in picture.workers:
             if not worker.serves:
                 continue
@@ -298,7 +285,7 @@ class Predictive:
                     worker_id=worker.id,
                     node=worker.node,
                     leases=worker.leases,
-                    limit=max(1, min(worker.max_batch, share, plateau, worker.best_batch or plateau)),
+                    limit=int(max(1, min(worker.max_batch, share, most, plateau, worker.best_batch or plateau))),
                     curve=curve,
                     cache=float(worker.cache_tokens) or math.inf,
                     longest=max((rest for _, rest in held), default=0.0),

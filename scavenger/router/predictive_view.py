@@ -8,6 +8,7 @@ length each, with the spread and the maximum of the whole set: when the step end
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,8 +16,9 @@ from functools import cached_property
 from scavenger.router import forecast_many
 from scavenger.router.forecast import Forecast
 from scavenger.router.forecast_lengths import Belief, Group, Table, impute
+from scavenger.router.forecast_service import Outstanding
 from scavenger.router.forecast_speed import Curve
-from scavenger.router.forecast_step import Costs, Outstanding, Pool, Situation
+from scavenger.router.forecast_step import NEVER, Costs, Pool, Situation
 from scavenger.router.policy import RunView, SampleView, WorkerView
 
 LOADING = ("loading", "away")
@@ -160,14 +162,21 @@ class Picture:
         whole = [group for group in self.groups.values() if not group.running]
         return len(whole), sum(group.done_tokens for group in whole)
 
-    def situation(self, trained_tokens: float, imputed: bool = True) -> Situation:
-        """The step under way. `trained_tokens`: about how much of the whole groups was trained already."""
-        rests = self.imputed if imputed else self.expected
-        samples = tuple([
-            Outstanding(sample.prompt_tokens + sample.length, rests[sample.id], group_id)
+    def in_order(self, queued: Sequence[int] = ()) -> tuple[Outstanding, ...]:
+        """What is not done, with imputed lengths: what engines hold, then what waits, in the order of `queued` where it is there."""
+        turn = {sample_id: place for place, sample_id in enumerate(queued)}
+        late = len(turn)
+        found = [
+            (0 if sample.worker_id else 1, turn.get(sample.id, late), sample, group_id)
             for group_id, group in self.groups.items()
             for sample in group.running
-        ])  # fmt: skip
+        ]
+        found.sort(key=lambda one: (one[0], one[1], one[2].id))
+        rests = self.imputed
+        return tuple(Outstanding(sample.prompt_tokens + sample.length, rests[sample.id], group_id) for _, _, sample, group_id in found)
+
+    def situation(self, trained_tokens: float, queued: Sequence[int] = (), limit: float = NEVER) -> Situation:
+        """The step under way. `trained_tokens`: about how much of the whole groups was trained. `queued`: the order of what waits."""
         reserved, harvested = self.reserved, self.harvested
         serving = [w for w in harvested if w.serves]
         like = harvested or reserved
@@ -180,10 +189,11 @@ class Picture:
         loading = [self.ready_in_s(w) for w in reserved if not w.serves and w.status in LOADING] if awake else []
         slots = max([w.max_batch for w in self.workers], default=1)
         return Situation(
-            reserved=Pool(self.curve(reserved[0]) if reserved else curve, float(len(reserved)), slots),
-            harvested=Pool(curve, float(len(serving)), slots),
+            reserved=Pool(self.curve(reserved[0]) if reserved else curve, float(len(reserved)), slots, _cache(reserved)),
+            harvested=Pool(curve, float(len(serving)), slots, _cache(harvested)),
             costs=self._forecast.costs(curve, gpus, trainer_gpus),
-            samples=samples,
+            samples=self.in_order(queued),
+            limit=limit,
             awake=awake,
             arrivals=tuple((self.ready_in_s(w), 1.0) for w in harvested if not w.serves and w.status in LOADING),
             loss_per_s=self._forecast.loss_per_s(gpus, self.now),
@@ -192,6 +202,11 @@ class Picture:
             group_tokens={group_id: group.done_tokens for group_id, group in self.groups.items() if group.running},
             reserved_after_s=max(loading, default=0.0),
         )
+
+
+def _cache(workers: Sequence[WorkerView]) -> float:
+    """Tokens that each of these engines' caches holds, where they said so."""
+    return float(max((worker.cache_tokens for worker in workers), default=0)) or math.inf
 
 
 def _octave(length: int) -> int:

@@ -7,7 +7,7 @@ section between its best point's neighbours. Solved again whenever the fleet or 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from scavenger.router.forecast_step import NEVER, Situation, StepModel
@@ -16,6 +16,10 @@ GRID = 10
 REFINEMENTS = 5
 #: Predictions this near each other (a share of the step) are alike: the present state is kept.
 ALIKE = 0.003
+#: Where closing now is as good as closing later, it closes if the difference is at most this share of the step: till then all may change.
+AT_ONCE = 0.05
+#: Of windows that are alike to this share of the step the latest: a window that is open can still close, one that closed costs a toggle.
+LATER = 0.005
 #: Waking pays only when it saves this share of what is left of the step: predictions are not better than that.
 REOPEN_GAIN = 0.05
 _GOLDEN = (math.sqrt(5) - 1) / 2
@@ -50,7 +54,7 @@ def solve(situation: Situation) -> Plan:
     window, best, now_s = _search(model)
     alike = ALIKE * best if best < NEVER else 0.0
     told = _told(situation)
-    if now_s <= best + alike:
+    if now_s <= best + alike and window <= AT_ONCE * best:
         return Plan(False, 0.0, now_s, now_s, f"training from now on ends the step in {now_s:.1f} s, no later window sooner ({told})")
     when = f"closing in {window:.1f} s" if window < model.end_s else f"generating to the end, {window:.1f} s,"
     why = f"{when} ends the step in {best:.1f} s, closing now in {now_s:.1f} s ({told})"
@@ -97,7 +101,9 @@ def _search(model: StepModel) -> tuple[float, float, float]:
     index = grid.index(best)
     low, high = grid[max(0, index - 1)], grid[min(len(grid) - 1, index + 1)]
     best = min((best, _golden(at, low, high)), key=lambda w: (at(w), w))
-    return best, at(best), at(0.0)
+    least = at(best)
+    later = max((w for w in known if w < end and known[w] <= least * (1 + LATER)), default=best) if best < end else best
+    return later, known[later], at(0.0)
 
 
 def _golden(at: Callable[[float], float], low: float, high: float) -> float:
@@ -111,6 +117,59 @@ def _golden(at: Callable[[float], float], low: float, high: float) -> float:
             low, left = left, right
             right = low + _GOLDEN * (high - low)
     return left if at(left) <= at(right) else right
+
+
+#: Samples that each engine serves at a time, as shares of an even share of all that is left: what `serve` tries.
+SHARES = (0.85, 0.7, 0.6, 0.5, 0.42, 0.35)
+#: Fewer than so many at a time leave an engine mostly unused, whatever is predicted.
+LEAST_SERVED = 8
+#: Another order or limit than the usual one must end the step sooner by this share.
+SERVE_GAIN = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """In which order samples go to engines, the `order`-th of those given, and how many each engine serves at a time (NEVER: all).
+
+    `share`: the limit as a share of an even one.
+    """
+
+    order: int = 0
+    limit: float = NEVER
+    share: float = NEVER
+    reason: str = ""
+
+
+def serve(orders: Sequence[Situation], usual: Serving = Serving(), shares: Sequence[float] = SHARES) -> Serving:
+    """The order and the limit with the least predicted step time, each with its own best window; `usual` where that is about as good.
+
+    `orders`: the same situation with its samples in several orders. Fewer samples at a time make the first groups whole sooner, so that the
+    window may close sooner; more make better use of engines.
+    """
+    first = orders[0]
+    engines = first.harvested.engines + sum(more for _, more in first.arrivals if more > 0) + first.awake * first.reserved.engines
+    fair = len(first.samples) / max(1.0, engines)
+
+    def at(order: int, share: float) -> Serving:
+        limit = max(LEAST_SERVED, math.ceil(share * fair)) if share < NEVER else NEVER
+        limit = limit if limit < fair else NEVER
+        return Serving(order, limit, share if limit < NEVER else NEVER)
+
+    tried: dict[Serving, float] = {}
+
+    def best_of(candidates: Iterable[Serving]) -> Serving:
+        for one in candidates:
+            if one not in tried:
+                tried[one] = solve(replace(orders[one.order], limit=one.limit)).step_s
+        return min(tried, key=lambda one: (tried[one], one.order, -one.limit))
+
+    known = at(usual.order, usual.share)
+    best = best_of([known, Serving(), *(at(usual.order, share) for share in shares)])
+    best = best_of(at(order, best.share) for order in range(len(orders)))
+    if tried[known] * (1 - SERVE_GAIN) <= tried[best]:
+        best = known
+    told = f"{best.limit:.0f} samples an engine" if best.limit < NEVER else "all samples"
+    return replace(best, reason=f"{told} at a time end the step in {tried[best]:.1f} s, all in {tried[Serving()]:.1f} s")
 
 
 @dataclass(frozen=True, slots=True)

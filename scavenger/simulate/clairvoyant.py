@@ -16,22 +16,36 @@ other: through `RouterPolicy`, on the same engines.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from scavenger.router.policy import Fact, Move, Placement, RunView, SampleView, StepSubmitted, WindowDecision, WorkerView
-from scavenger.simulate.clairvoyant_model import Job, Line, Supply, in_turn, line, step_s, together
+from scavenger.router.forecast_service import Outstanding
+from scavenger.router.forecast_speed import Curve
+from scavenger.router.forecast_step import Costs, Pool, Situation
+from scavenger.router.policy import (
+    EngineProgress,
+    Fact,
+    Move,
+    Placement,
+    RunView,
+    SampleFinished,
+    SampleView,
+    StepFinished,
+    StepSubmitted,
+    WindowDecision,
+    WorkerView,
+)
+from scavenger.router.window import Serving, serve, solve
+from scavenger.simulate.clairvoyant_model import line
+from scavenger.simulate.clairvoyant_seats import STORED, Known, Order, Seat
 from scavenger.simulate.decode import EngineSpec
 from scavenger.simulate.policies.even import even_share
 from scavenger.simulate.trainer_model import TrainerSpec, gather_s, optimizer_s, rank_s
 
-#: A sample counts in the cache with what it has, and with this share of its whole length at least: it grows.
-STORED = 0.55
-#: A closed window is opened again only for this share of what is left.
-REOPEN_GAIN = 0.05
-GRID = 24
 AGAIN_S = (1.0, 20.0)
+#: An order of samples, and engines as it fills them, are good for this long.
+ORDER_S = 10.0
 #: A move must end the later engine by so many seconds sooner, its prefill paid; and an evening-out takes at most so many.
 MOVE_GAIN_S = 0.5
 MOST_MOVES = 64
@@ -78,12 +92,12 @@ class Knows(Protocol):
 
 @dataclass(slots=True)
 class _Group:
-    """A group that is not whole: its samples' (view, tokens to come), those that wait, and its share of the trainer's time."""
+    """A group that is not whole: its samples' (view, tokens to come), those that wait, and the tokens of those done."""
 
     id: int
     samples: list[tuple[SampleView, int]] = field(default_factory=list)
     queued: list[tuple[SampleView, int]] = field(default_factory=list)
-    train_s: float = 0.0
+    done_tokens: float = 0.0
     rest: int = 0
     longest: int = 0
 
@@ -98,7 +112,9 @@ class _State:
 
     groups: list[_Group]  # in the order in which they run
     running: dict[int, list[tuple[SampleView, int]]]  # by worker
-    whole_train_s: float
+    tokens: float  # of the whole step
+    whole_groups: int
+    whole_tokens: float
     alone: bool  # no harvested engine serves
 
 
@@ -109,19 +125,33 @@ class Clairvoyant:
 
     def __init__(self, knows: Knows) -> None:
         self._knows = knows
-        self._curves: dict[EngineSpec, Line] = {}
+        self._curves: dict[EngineSpec, Curve] = {}
         self._fleet: tuple[tuple[int, bool], ...] = ()
         self._decision: WindowDecision | None = None
         self._trains: dict[int, float] = {}
+        self._order: Order | None = None
+        self._serving = Serving()
+        self._unserved = True
+        self._trained = self._trained_at = 0.0  # tokens, and until when they are counted
 
     def observe(self, fact: Fact, now: float) -> None:
-        if isinstance(fact, StepSubmitted):
-            self._decision = None
-            self._trains.clear()
+        match fact:
+            case SampleFinished():
+                if self._order is not None:
+                    self._order.ended(fact.worker_id, fact.sample_id)
+            case StepSubmitted():
+                self._order = self._decision = None
+                self._unserved = True
+                self._trained = 0.0
+                self._trains.clear()
+            case StepFinished():
+                pass
+            case _ if not isinstance(fact, EngineProgress):
+                self._order, self._unserved = None, True  # the fleet is another
 
     # ---------------------------------------------------------------- what is so
 
-    def _curve(self, spec: EngineSpec) -> Line:
+    def _curve(self, spec: EngineSpec) -> Curve:
         if spec not in self._curves:
             self._curves[spec] = line(spec)
         return self._curves[spec]
@@ -144,17 +174,21 @@ class Clairvoyant:
         for queued in view.queued:
             group = groups[queued.group_id]
             group.queued.append((queued, max(1, self._knows.length(queued) - queued.length)))
+        tokens = whole_tokens = 0.0
         for group_id, samples in members.items():
+            each = [one.prompt_tokens + self._knows.length(one) for one in samples]
+            tokens += sum(each)
             if group_id not in self._trains:
-                self._trains[group_id] = self._train_s([one.prompt_tokens + self._knows.length(one) for one in samples])
-        for group in groups.values():
-            group.train_s = self._trains[group.id]
-        whole = sum(self._trains[group_id] for group_id in members if group_id not in groups)
+                self._trains[group_id] = self._train_s(each)
+            if group_id in groups:
+                groups[group_id].done_tokens = float(sum(t for t, one in zip(each, samples, strict=True) if one.done))
+            else:
+                whole_tokens += sum(each)
         # With reserved engines alone nothing is trained before all is generated, and no sample could go elsewhere: as they come, long and
         # short mixed, and as many at a time as an engine takes, keeps caches fullest.
         alone = all(worker.kind == "reserved" for worker in view.workers if worker.serves)
         order = sorted(groups.values(), key=lambda group: (0, group.id) if alone else group.rank)
-        return _State(order, running, whole, alone)
+        return _State(order, running, tokens, len(members) - len(groups), whole_tokens, alone)
 
     def _train_s(self, tokens: Sequence[int]) -> float:
         """A group's share of the trainer's time: work in balance over ranks, and its part of the micro-steps' overheads."""
@@ -174,102 +208,92 @@ class Clairvoyant:
         fleet = tuple((worker.id, worker.serves) for worker in view.workers)
         if self._decision is None or now >= self._decision.again_at or fleet != self._fleet:
             self._fleet = fleet
-            self._decision = self._decide(view, reserved, now)
+            self._decision = self._decide(view, now)
         return self._decision
 
-    def _decide(self, view: RunView, reserved: Sequence[WorkerView], now: float) -> WindowDecision:
-        state, supply = self._state(view), self._supply(view, len(reserved), now)
-        spec = self._knows.spec(reserved[0])
-        ends, to_the_end = self._predictor(state, supply, spec, len(reserved) + len(supply.since))
-        sleep_s, wake_s = self._knows.toggles_s
-        windows = [to_the_end * point / GRID for point in range(GRID + 1)]
-        if not view.step.reserved_awake:
-            stay = ends(0.0, 0.0)
-            again = min(ends(window, sleep_s) for window in windows[1:]) + wake_s
-            told = f"training on ends the step in {stay:.1f} s, opening again in {again:.1f} s"
-            return WindowDecision(not again < stay * (1 - REOPEN_GAIN), told, now + AGAIN_S[1])
-        found = [(ends(window, sleep_s), window) for window in windows]
-        best, window_s = min(found)
-        told = f"closing in {window_s:.1f} s ends the step in {best:.1f} s, now in {found[0][0]:.1f} s"
-        close = window_s < AGAIN_S[0] and found[0][0] < math.inf
-        return WindowDecision(close, told, now + (AGAIN_S[1] if close else _between(window_s / 2)))
+    def _decide(self, view: RunView, now: float) -> WindowDecision:
+        plan = solve(self._situation(view, self._state(view), now, self._serving.limit))
+        left = plan.close_after_s if plan.awake and plan.close_after_s < math.inf else AGAIN_S[1]
+        close = not plan.awake or (view.step.reserved_awake and left <= AGAIN_S[0])
+        return WindowDecision(close, plan.reason, now + (AGAIN_S[1] if close else _between(left / 2)))
 
-    def _predictor(self, state: _State, supply: Supply, spec: EngineSpec, engines: int) -> tuple[Callable[[float, float], float], float]:
-        """What is left of the step as a function of window and toggle, and when generation ends if the window stays open."""
-        jobs, held_s, fits = self._jobs(state, spec, engines)
-        end_s = optimizer_s(self._knows.trainer) + self._knows.publish_s
-        held = [(float(one.prompt_tokens + one.length), rest) for group in state.groups for one, rest in group.samples]
-        longest = sorted({group.longest for group in state.groups})
-        trains = [group.train_s for group in state.groups]
-
-        def whole(window_s: float) -> list[float]:
-            paced = dict(zip(longest, together(held, self._curve(spec), longest, supply, window_s), strict=True))
-            turns = [0.0] * len(jobs) if fits else in_turn(jobs, supply, held_s, window_s)
-            return [max(turn, paced[group.longest]) for turn, group in zip(turns, state.groups, strict=True)]
-
-        def ends(window_s: float, toggle_s: float) -> float:
-            return step_s(whole(window_s), trains, state.whole_train_s, window_s, toggle_s) + end_s
-
-        return ends, max(whole(math.inf))
-
-    def _supply(self, view: RunView, reserved: int, now: float) -> Supply:
+    def _situation(self, view: RunView, state: _State, now: float, limit: float = math.inf) -> Situation:
+        """What is left of the step, with nothing unknown in it."""
+        knows = self._knows
+        reserved = [worker for worker in view.workers if worker.kind == "reserved"]
         here = [worker for worker in view.workers if worker.kind != "reserved" and worker.serves]
-        coming = self._knows.coming(now)
-        since = [0.0] * len(here) + [max(0.0, one.ready_at - now) for one in coming]
-        until = [max(0.0, self._knows.lost_at(worker) - now) for worker in here] + [one.lost_at - now for one in coming]
-        return Supply(reserved, tuple(since), tuple(until))
-
-    def _jobs(self, state: _State, spec: EngineSpec, engines: int) -> tuple[list[Job], float, bool]:
-        """Groups in order as work for engines of `spec`, the work of what is served at one time, and whether all samples run at once."""
-        curve = self._curve(spec)
-        samples = [one for group in state.groups for one in group.samples]
-        have = [sample.prompt_tokens + sample.length for sample, _ in samples]
-        each = sum(h + rest / 2 for h, (_, rest) in zip(have, samples, strict=True)) / len(samples)
-        room = min(spec.max_sequences, spec.kv_capacity / each)
-        batch = max(1.0, min(room, len(samples) / engines))
-        pace = curve.step_s(batch, batch * each)
-        token_s = spec.prefill_s(4096) / 4096
-        jobs = []
-        for group in state.groups:
-            work = 0.0
-            for sample, rest in group.samples:
-                context = sample.prompt_tokens + sample.length
-                work += curve.base * rest / batch + curve.work_s(context, rest) + (0.0 if sample.worker_id else context * token_s)
-            jobs.append(Job(work, group.longest * pace, group.train_s))
-        mean = sum(job.work_s for job in jobs) / len(samples)
-        return jobs, batch * engines * mean, len(samples) <= room * engines
+        like = knows.spec(here[0] if here else reserved[0])
+        until = [knows.lost_at(worker) - now for worker in here]
+        fleet = [(max(0.0, at), -1.0) for at in until if at < math.inf]
+        for one in knows.coming(now):
+            fleet += [(max(0.0, one.ready_at - now), 1.0), *([(one.lost_at - now, -1.0)] if one.lost_at < math.inf else [])]
+        own = knows.spec(reserved[0]) if reserved else like
+        sleep_s, wake_s = knows.toggles_s
+        costs = Costs(
+            prefill_s=like.prefill_s(4096) / 4096,
+            train_s=sum(self._trains.values()) / state.tokens,
+            round_groups=knows.trainer.ranks,
+            sleep_s=sleep_s,
+            wake_s=wake_s,
+            finish_s=optimizer_s(knows.trainer) + knows.publish_s,
+        )
+        if not view.step.reserved_awake:
+            since = max(self._trained_at, view.step.window_since + sleep_s)
+            self._trained = min(state.whole_tokens, self._trained + max(0.0, now - since) / costs.train_s)
+        self._trained_at = now
+        ready = state.whole_tokens - self._trained
+        return Situation(
+            reserved=Pool(self._curve(own), float(len(reserved)), own.max_sequences, own.kv_capacity),
+            harvested=Pool(self._curve(like), float(len(here)), like.max_sequences, like.kv_capacity),
+            costs=costs,
+            samples=_in_order(state),
+            awake=view.step.reserved_awake,
+            arrivals=tuple(fleet),
+            ready_groups=round(state.whole_groups * ready / state.whole_tokens) if state.whole_tokens else 0,
+            ready_tokens=ready,
+            group_tokens={group.id: group.done_tokens for group in state.groups},
+            limit=limit,
+        )
 
     # ---------------------------------------------------------------- placement
 
     def place(self, view: RunView, now: float) -> Sequence[Placement]:
-        if not view.queued or not any(slot.leases < slot.max_batch for slot in view.slots()):
+        free = {slot.worker_id: slot.max_batch - slot.leases for slot in view.slots() if slot.leases < slot.max_batch}
+        if not view.waits or not free:
             return ()
-        state = self._state(view)
-        seats = self._seats(view, state, now)
-        placed: list[Placement] = []
-        for group in state.groups:
-            for sample, rest in sorted(group.queued, key=lambda one: (-one[1], one[0].id)):
-                fitting = [seat for seat in seats if seat.fits(sample, rest)]
-                if not fitting:
-                    return placed
-                ending = [seat for seat in fitting if seat.with_s(sample, rest) <= seat.left_s]
-                seat = min(ending or fitting, key=lambda one: (one.with_s(sample, rest), one.worker_id))
-                seat.take(sample, rest)
-                placed.append(Placement(sample.id, seat.worker_id, None, f"its group has {group.rest} tokens to come"))
-        return placed
+        waiting = {one.sample_id for one in view.waiting()}
+        if self._order is None or now >= self._order.since + ORDER_S or not self._order.knows(waiting):
+            self._order = self._ordered(view, now)
+        reasons = self._order.reasons
+        return [Placement(sample_id, worker_id, None, reasons[sample_id]) for sample_id, worker_id in self._order.place(waiting, free)]
 
-    def _seats(self, view: RunView, state: _State, now: float) -> list[_Seat]:
+    def _ordered(self, view: RunView, now: float) -> Order:
+        state = self._state(view)
+        if self._unserved and not state.alone:
+            self._serving = serve([self._situation(view, state, now)], self._serving)
+        self._unserved = False
+        samples: list[Known] = []
+        reasons: dict[int, str] = {}
+        for moved in (True, False):
+            for group in state.groups:
+                for sample, rest in sorted(group.queued, key=lambda one: (-one[1], one[0].id)):
+                    if (sample.length > 0) == moved:
+                        samples.append(_known(sample, rest))
+                        reasons[sample.id] = f"its group has {group.rest} tokens to come"
+        return Order(samples, self._seats(view, state, now), now, reasons)
+
+    def _seats(self, view: RunView, state: _State, now: float) -> list[Seat]:
         seats = []
-        most = math.ceil(OVER_SHARE * even_share(view))
+        most = min(math.ceil(OVER_SHARE * even_share(view)), 1 << 20 if state.alone else self._serving.limit)
         for worker in view.workers:
             if worker.serves:
                 spec = self._knows.spec(worker)
                 left_s = math.inf if worker.kind == "reserved" else self._knows.lost_at(worker) - now
                 share = 0.0 if state.alone else STORED
-                slots = min(worker.max_batch, spec.max_sequences, most)
-                seat = _Seat(worker.id, slots, spec, self._curve(spec), share, left_s)
+                slots = int(min(worker.max_batch, spec.max_sequences, most))
+                seat = Seat(worker.id, slots, spec, self._curve(spec), share, left_s)
                 for sample, rest in state.running.get(worker.id, ()):
-                    seat.take(sample, rest, new=False)
+                    seat.take(_known(sample, rest))
                 seats.append(seat)
         return seats
 
@@ -288,18 +312,19 @@ class Clairvoyant:
         takers = seats if state.alone else [seat for seat in seats if kinds[seat.worker_id] != "reserved"]
         moves: list[Move] = []
         moved: set[int] = set()
-        while len(seats) > 1 and len(moves) < MOST_MOVES:
+        while len(seats) > 1 and takers and len(moves) < MOST_MOVES:
             late = max(seats, key=lambda seat: (seat.drain_s, seat.worker_id))
             early = min(takers, key=lambda seat: (seat.drain_s, seat.worker_id))
-            held = [one for one in state.running.get(late.worker_id, ()) if one[0].id not in moved and early.fits(*one)]
-            gains = [(late.drain_s - max(late.without_s(*one), early.with_s(*one)), -one[0].id, one) for one in held]
-            if not gains or max(gains)[0] < MOVE_GAIN_S:
+            found = _best_move(late, early, moved)
+            if found is None or found[0] < MOVE_GAIN_S:
                 break
-            gain, _, (sample, rest) = max(gains)
-            late.give(sample, rest)
-            early.take(sample, rest)
-            moved.add(sample.id)
-            moves.append(Move(sample.id, late.worker_id, early.worker_id, f"ends the later engine {gain:.1f} s sooner"))
+            gain, one, prefill_s = found
+            late.give(one.id)
+            early.take(one, prefill_s)
+            moved.add(one.id)
+            moves.append(Move(one.id, late.worker_id, early.worker_id, f"ends the later engine {gain:.1f} s sooner"))
+        if moves:
+            self._order = None
         return moves
 
     def engines(self, view: RunView, now: float) -> tuple[int, str]:
@@ -307,56 +332,33 @@ class Clairvoyant:
         return (view.max_engines if view.harvest else 0), f"run.max_engines = {view.max_engines}"
 
 
-@dataclass(slots=True)
-class _Seat:
-    """An engine while samples are placed. `share`: see `STORED`. `left_s`: until others take it."""
+def _in_order(state: _State) -> tuple[Outstanding, ...]:
+    """What is left to generate: what runs, then what waits, group after group."""
+    waits = {sample.id for group in state.groups for sample, _ in group.queued}
+    all_left = [
+        (one.id in waits, Outstanding(float(one.prompt_tokens + one.length), rest, group.id))
+        for group in state.groups
+        for one, rest in group.samples
+    ]
+    return tuple(one for _, one in sorted(all_left, key=lambda pair: pair[0]))
 
-    worker_id: int
-    slots: int
-    spec: EngineSpec
-    curve: Line
-    share: float = STORED
-    left_s: float = math.inf
-    longest: float = 0.0
-    work_s: float = 0.0
-    stored: float = 0.0
-    rests: list[int] = field(default_factory=list)
 
-    @property
-    def drain_s(self) -> float:
-        return self.curve.base * self.longest + self.work_s
+def _known(sample: SampleView, rest: int) -> Known:
+    return Known(sample.id, sample.prompt_tokens + sample.length, rest)
 
-    def _own_s(self, sample: SampleView, rest: int, new: bool) -> float:
-        have = sample.prompt_tokens + sample.length
-        return self.curve.work_s(have, rest) + (self.spec.prefill_s(have) if new else 0.0)
 
-    def with_s(self, sample: SampleView, rest: int) -> float:
-        return self.curve.base * max(self.longest, rest) + self.work_s + self._own_s(sample, rest, True)
-
-    def without_s(self, sample: SampleView, rest: int) -> float:
-        others = sorted(self.rests)
-        others.remove(rest)
-        return self.curve.base * max(others, default=0) + self.work_s - self._own_s(sample, rest, False)
-
-    def fits(self, sample: SampleView, rest: int) -> bool:
-        free = not self.share or self.stored + self._stored(sample, rest) <= self.spec.kv_capacity
-        return len(self.rests) < self.slots and (free or not self.rests)
-
-    def _stored(self, sample: SampleView, rest: int) -> float:
-        have = sample.prompt_tokens + sample.length
-        return max(have, self.share * (have + rest))
-
-    def take(self, sample: SampleView, rest: int, new: bool = True) -> None:
-        self.longest = max(self.longest, rest)
-        self.work_s += self._own_s(sample, rest, new)
-        self.stored += self._stored(sample, rest)
-        self.rests.append(rest)
-
-    def give(self, sample: SampleView, rest: int) -> None:
-        self.work_s -= self._own_s(sample, rest, False)
-        self.stored -= self._stored(sample, rest)
-        self.rests.remove(rest)
-        self.longest = max(self.rests, default=0)
+def _best_move(late: Seat, early: Seat, moved: Set[int]) -> tuple[float, Known, float] | None:
+    """(seconds that the later of two engines is done sooner, the sample that does it, its prefill)."""
+    longest, best = late.two_longest(), None
+    before_s = late.drain_s
+    for one in late.held.values():
+        if one.id in moved or not early.fits(one):
+            continue
+        prefill_s = early.spec.prefill_s(one.have)
+        gain = before_s - max(late.without_s(one, longest), early.with_s(one, prefill_s))
+        if best is None or (gain, -one.id) > (best[0], -best[1].id):
+            best = (gain, one, prefill_s)
+    return best
 
 
 def _between(seconds: float) -> float:

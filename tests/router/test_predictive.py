@@ -11,8 +11,9 @@ from scavenger.harvest.autoscale import Rules
 from scavenger.router import policy as seam
 from scavenger.router.forecast import Forecast
 from scavenger.router.policy import PlainView, RouterPolicy, SampleView, Standard, StepView, WorkerView
-from scavenger.router.predictive import PAUSE_S, Predictive, Settings
+from scavenger.router.predictive import PAUSE_S, Predictive
 from scavenger.router.predictive_fleet import TRIAL_S, FleetSizer
+from scavenger.router.predictive_settings import Settings
 from scavenger.simulate import presets
 from tests.router.small_site import SmallSite, Trainer
 from tests.router.test_forecast import CAP, drawn

@@ -13,11 +13,11 @@ import pytest
 from scavenger.router.policy import PlainView, SampleView, StepView, WorkerView
 from scavenger.simulate import presets
 from scavenger.simulate.clairvoyant import Clairvoyant, Coming
-from scavenger.simulate.clairvoyant_model import Job, Line, Supply, in_turn, line, step_s, together
+from scavenger.simulate.clairvoyant_model import line
+from scavenger.simulate.clairvoyant_seats import Known, Order, Seat
 from scavenger.simulate.decode import EngineSpec
 from scavenger.simulate.oracle import Engine, Group, Step, bound
 from scavenger.simulate.published import STACK, Setting
-from scavenger.simulate.sequences import EngineBatch, Finished, Request
 from scavenger.simulate.trainer_model import TrainerSpec
 from tests.simulate.one_step import Play
 from tests.simulate.test_oracle import exhaustive, small, windows_of
@@ -183,37 +183,24 @@ def test_an_engines_line_is_its_roofline_where_memory_binds() -> None:
             assert line(spec).step_s(batch, batch * context) == pytest.approx(spec.step_s(batch, batch * context), rel=1e-9)
 
 
-def test_supply_adds_engines_as_they_come_and_go() -> None:
-    supply = Supply(2, since=(0.0, 10.0), until=(math.inf, 30.0))
-    # 3 engines until 5 (the window), 1 until 10, 2 until 30, then 1
-    assert supply.times([15.0, 20.0, 60.0, 65.0], 5.0) == pytest.approx([5.0, 10.0, 30.0, 35.0])
-    assert supply.times([100.0], math.inf) == pytest.approx([10 + (100 - 30) / 4])
-    assert Supply(2).times([11.0], 5.0) == [math.inf]
+def test_an_order_goes_on_where_it_stopped_and_knows_what_came_back() -> None:
+    seats = [Seat(worker_id, 1, H100, line(H100)) for worker_id in (1, 2)]
+    order = Order([Known(key, 100, 1000) for key in (5, 3, 4)], seats, 0.0, {})
+    assert list(order.place({3, 4, 5}, {1: 1, 2: 1})) == [(5, 1), (3, 2)]
+    assert list(order.place({4}, {1: 1, 2: 1})) == []  # both hold as many as they may
+    assert order.knows({4})
+    assert not order.knows({3, 4})  # 3 was placed: it has come back, with other tokens
+    order.ended(2, 3)
+    assert list(order.place({4}, {1: 1, 2: 1})) == [(4, 2)]
 
 
-def test_the_predicted_step_trains_groups_as_they_become_whole() -> None:
-    jobs = [Job(10.0, 1.0, 4.0), Job(10.0, 1.0, 4.0), Job(10.0, 50.0, 4.0)]
-    trains = [4.0, 4.0, 4.0]
-    supply = Supply(1, since=(0.0,), until=(math.inf,))
-    # closed at once: one engine; the third begins when the work of the others is done, or half of what is served at a time is
-    assert in_turn(jobs, supply, 0.0, 0.0) == pytest.approx([10.0, 20.0, 70.0])
-    assert in_turn(jobs, supply, 20.0, 0.0) == pytest.approx([17.0, 27.0, 60.0])
-    assert step_s([10.0, 20.0, 50.0], trains, 0.0, 0.0, 2.0) == pytest.approx(54.0)
-    # open to 15: two engines are through after 10, but the trainer begins at 17
-    assert step_s(in_turn(jobs[:2], supply, 0.0, 15.0), trains[:2], 0.0, 15.0, 2.0) == pytest.approx(25.0)
-    assert step_s([10.0], trains[:1], 7.0, 0.0, 0.0) == pytest.approx(14.0)
-
-
-def test_samples_at_one_pace_end_when_an_engine_says_so() -> None:
-    batch = EngineBatch(H100)
-    batch.add([Request(key, key, 100, 0, 400 * (key + 1)) for key in range(8)], 0.0)
-    ends = []
-    while batch.size:
-        ends += [one.time_s for one in batch.advance(batch.next_time()) if isinstance(one, Finished)]
-    held = [(100.0, 400 * (key + 1)) for key in range(8)]
-    found = together(held, line(H100), [target for _, target in held], Supply(1), math.inf)
-    assert found == pytest.approx(ends, rel=0.02)
-    # the half of the reading on each of two engines, until one is gone
-    both = together([(100.0, 1000)], Line(0.0, 1.0, 0.0), [1000], Supply(1, (0.0,), (math.inf,)), 100.0)
-    assert both == pytest.approx([100.0 + 800.0])
-    assert together([(100.0, 1000)], Line(0.0, 1.0, 0.0), [1000], Supply(1), 100.0) == [math.inf]
+def test_the_longest_that_is_left_is_told_without_looking_again() -> None:
+    seat = Seat(1, 8, H100, line(H100))
+    held = [Known(key, 100, rest) for key, rest in enumerate((700, 900, 900, 200))]
+    for one in held:
+        seat.take(one)
+    for one in held:
+        before = seat.without_s(one, seat.two_longest())
+        seat.give(one.id)
+        assert seat.drain_s == pytest.approx(before)
+        seat.take(one)

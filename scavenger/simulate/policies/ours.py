@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 
 from scavenger.router.policy import RouterPolicy
-from scavenger.router.predictive import Predictive, Settings
+from scavenger.router.predictive import Predictive
+from scavenger.router.predictive_settings import Settings
 from scavenger.simulate.contender import Contender
 
 _ALL_ON = Settings()
@@ -24,6 +25,7 @@ OURS = ours()
 _WITHOUT = {
     "its window": Settings(window=False),
     "its placement": Settings(placement=False),
+    "limits": Settings(limits=False),
     "rebalancing": Settings(rebalance=False),
     "bounded leases": Settings(bounds=False),
     "merged tails": Settings(tails=False),

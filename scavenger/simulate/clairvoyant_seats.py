@@ -1,0 +1,145 @@
+"""The clairvoyant policy's engines with what they hold, and who goes where among them. Pure.
+
+Owns the arithmetic of one engine's load when every length is known, and an order of samples that stays good for a while. Knows nothing of
+windows, groups and clocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+
+from scavenger.router.forecast_speed import Curve
+from scavenger.simulate.decode import EngineSpec
+
+#: A sample counts in the cache with what it has, and with this share of its whole length at least: it grows.
+STORED = 0.55
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A sample with its truth. `have`: tokens of context, prompt included; `rest`: tokens to come."""
+
+    id: int
+    have: int
+    rest: int
+
+
+@dataclass(slots=True)
+class Seat:
+    """An engine while samples are placed. `share`: see `STORED`; 0 = as many as there are slots. `left_s`: until others take it."""
+
+    worker_id: int
+    slots: int
+    spec: EngineSpec
+    curve: Curve
+    share: float = STORED
+    left_s: float = math.inf
+    longest: int = 0
+    work_s: float = 0.0
+    stored: float = 0.0
+    held: dict[int, Known] = field(default_factory=dict)
+
+    @property
+    def drain_s(self) -> float:
+        return self.curve.base * self.longest + self.work_s
+
+    def with_s(self, one: Known, prefill_s: float) -> float:
+        """When it would be done with this one too."""
+        return self.curve.base * max(self.longest, one.rest) + self.work_s + self.curve.work_s(one.have, one.rest) + prefill_s
+
+    def without_s(self, one: Known, longest: tuple[int, int]) -> float:
+        """When it would be done without this one; `longest`: the most tokens to come of two that it holds."""
+        left = longest[0] if one.rest < longest[0] else longest[1]
+        return self.curve.base * left + self.work_s - self.curve.work_s(one.have, one.rest)
+
+    def two_longest(self) -> tuple[int, int]:
+        first = second = 0
+        for one in self.held.values():
+            if one.rest > first:
+                first, second = one.rest, first
+            elif one.rest > second:
+                second = one.rest
+        return first, second
+
+    def fits(self, one: Known) -> bool:
+        if len(self.held) >= self.slots:
+            return False
+        return not self.share or not self.held or self.stored + self._stored(one) <= self.spec.kv_capacity
+
+    def _stored(self, one: Known) -> float:
+        return max(one.have, self.share * (one.have + one.rest))
+
+    def take(self, one: Known, prefill_s: float = 0.0) -> None:
+        self.longest = max(self.longest, one.rest)
+        self.work_s += self.curve.work_s(one.have, one.rest) + prefill_s
+        self.stored += self._stored(one)
+        self.held[one.id] = one
+
+    def give(self, sample_id: int) -> None:
+        one = self.held.pop(sample_id)
+        self.work_s -= self.curve.work_s(one.have, one.rest)
+        self.stored -= self._stored(one)
+        if one.rest >= self.longest:
+            self.longest = max((other.rest for other in self.held.values()), default=0)
+
+    def ended(self, sample_id: int) -> None:
+        """A sample is done: what it still counted for is little, and errs on the careful side."""
+        if sample_id in self.held:
+            self.give(sample_id)
+
+
+@dataclass(slots=True)
+class Order:
+    """Samples in the order in which they go, and the engines as they fill up. Good until the fleet is another, or for a while."""
+
+    samples: list[Known]
+    seats: Sequence[Seat]
+    since: float
+    reasons: Mapping[int, str]
+    _todo: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._todo = {one.id for one in self.samples}
+
+    def knows(self, waiting: Set[int]) -> bool:
+        """Whether all that waits was ordered, and nothing has come back since it was placed."""
+        return waiting <= self._todo
+
+    def ended(self, worker_id: int, sample_id: int) -> None:
+        for seat in self.seats:
+            if seat.worker_id == worker_id:
+                seat.ended(sample_id)
+
+    def place(self, waiting: Set[int], free: Mapping[int, int]) -> Iterable[tuple[int, int]]:
+        """(sample, worker) in order, until the next one fits nowhere. `free`: places left, by worker."""
+        left = dict(free)
+        for index, one in enumerate(self.samples):
+            if one.id not in waiting:
+                continue
+            seat = self._seat_for(one, left)
+            if seat is None:
+                del self.samples[:index]
+                return
+            seat.take(one, seat.spec.prefill_s(one.have))
+            self._todo.discard(one.id)
+            left[seat.worker_id] -= 1
+            yield one.id, seat.worker_id
+        self.samples.clear()
+
+    def _seat_for(self, one: Known, left: Mapping[int, int]) -> Seat | None:
+        """The engine that is done first with it, before others take it where one can be."""
+        prefill_s: dict[EngineSpec, float] = {}
+        best: tuple[bool, float, int] | None = None
+        found = None
+        for seat in self.seats:
+            if left.get(seat.worker_id, 0) < 1 or not seat.fits(one):
+                continue
+            if seat.spec not in prefill_s:
+                prefill_s[seat.spec] = seat.spec.prefill_s(one.have)
+            done_s = seat.with_s(one, prefill_s[seat.spec])
+            rank = (done_s > seat.left_s, done_s, seat.worker_id)
+            if best is None or rank < best:
+                best, found = rank, seat
+        return found
