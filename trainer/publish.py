@@ -5,7 +5,7 @@ Owns the cast and the order of collectives. Knows no daemon: the loop announces 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,11 +25,14 @@ def gather(learner: Learner, dtype: str) -> Iterator[tuple[str, Tensor]]:
         yield name, tensor.to(DTYPES[dtype]).cpu().contiguous()
 
 
-def build_version(version: int, learner: Learner, dtype: str) -> tuple[Manifest, Buffer]:
-    """The manifest and the bytes of a version; each tensor is copied into place as it is gathered, so only one is held beside them."""
+def build_version(version: int, learner: Learner, dtype: str, take: Callable[[int], Buffer] = Buffer) -> tuple[Manifest, Buffer]:
+    """The manifest and the bytes of a version; each tensor is copied into place as it is gathered, so only one is held beside them.
+
+    `take` gives the memory for so many bytes.
+    """
     shapes = {name: (dtype, tuple(parameter.shape)) for name, parameter in learner.model.named_parameters()}
     table = manifests.layout(shapes)
-    buffer = Buffer(sum(tensor.nbytes for tensor in table))
+    buffer = take(sum(tensor.nbytes for tensor in table))
     place = {tensor.name: tensor for tensor in table}
     for name, tensor in gather(learner, dtype):
         raw: Any = tensor.view(-1).view(torch.uint8).numpy()

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from scavenger.weights.manifest import Manifest
-from scavenger.weights.memory import Buffer
+from scavenger.weights.memory import Buffer, Pool
 from trainer import checkpoint, publish
 from trainer.batching import Micro
 from trainer.comm import Comm
@@ -92,6 +92,7 @@ class Ranks:
     def __init__(self, comm: Comm, learner: Learner) -> None:
         self._comm = comm
         self._learner = learner
+        self._pool = Pool(most=4)
 
     @property
     def size(self) -> int:
@@ -125,7 +126,8 @@ class Ranks:
     def build_version(self, version: int, dtype: str) -> tuple[Manifest, Buffer]:
         """Gather, cast, lay out and hash the present weights."""
         self._comm.send([_encode(Gather(dtype))] * self.size)
-        made = publish.build_version(version, self._learner, dtype)
+        made = publish.build_version(version, self._learner, dtype, self._pool.take)
+        self._pool.give(made[1])  # for a later version, once nobody serves or reads this one
         self._comm.replies()
         return made
 

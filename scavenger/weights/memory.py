@@ -17,7 +17,7 @@ _STEP = 8 << 20
 
 
 class Buffer:
-    """`nbytes` of memory. `view` is writable; whoever exports it keeps the memory, whatever becomes of the buffer."""
+    """`nbytes` of memory. Whoever has a `view` keeps the memory, whatever becomes of the buffer."""
 
     def __init__(self, nbytes: int) -> None:
         try:
@@ -27,8 +27,20 @@ class Buffer:
         except OSError as error:
             raise WeightsError(f"no memory for {nbytes:,} bytes of weights: {error}", "give the engine's job more memory") from error
         self.nbytes = nbytes
-        self.view = memoryview(self._map)[:nbytes]
         self._prepared = 0
+
+    @property
+    def view(self) -> memoryview:
+        """All of it, writable."""
+        return memoryview(self._map)[: self.nbytes]
+
+    def idle(self) -> bool:
+        """Whether nobody in this process has a view of it, or of a part of it: the interpreter counts them."""
+        try:
+            self._map.resize(max(self.nbytes, 1))  # to the size that it has: refused while it is looked at, else nothing
+        except BufferError:
+            return False
+        return True
 
     def prepare(self, upto: int) -> None:
         """Have the pages below `upto` made; a kernel that cannot do so in steps makes them as they are written."""
@@ -47,3 +59,23 @@ class Buffer:
     def __del__(self) -> None:
         if hasattr(self, "fd"):
             os.close(self.fd)
+
+
+class Pool:
+    """Memory of versions that are over, for the next one of the same size. It is written again only when nobody looks at it any more."""
+
+    def __init__(self, most: int = 2) -> None:
+        self._spare: list[Buffer] = []
+        self._most = most
+
+    def take(self, nbytes: int) -> Buffer:
+        self._spare = [buffer for buffer in self._spare if buffer.nbytes == nbytes]
+        for buffer in self._spare:
+            if buffer.idle():
+                self._spare.remove(buffer)
+                return buffer
+        return Buffer(nbytes)
+
+    def give(self, buffer: Buffer) -> None:
+        """The caller is done with it; others may still look at it."""
+        self._spare = [*self._spare, buffer][-self._most :]

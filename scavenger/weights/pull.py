@@ -49,13 +49,14 @@ class Pull:
         seed: int | None = None,
         arrived: Callable[[int], None] | None = None,
         base: tuple[Manifest, Buffer] | None = None,
+        buffer: Buffer | None = None,
     ) -> None:
         """`arrived` is told each verified chunk, from any thread. `seed`: this receiver's own order of chunks; None = random.
 
-        `base`: verified weights that are here, which deltas may start from.
+        `base`: verified weights that are here, which deltas may start from. `buffer`: memory of the version's size that nobody reads.
         """
         self.manifest = manifest
-        self.buffer = Buffer(manifest.total_nbytes)
+        self.buffer = buffer or Buffer(manifest.total_nbytes)
         self.base = base if base is not None and delta.same_layout(base[0], manifest) else None
         self.deltas = self.nbytes = 0  # chunks that came as deltas; bytes that came at all
         self.keypair = keypair

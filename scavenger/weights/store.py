@@ -17,7 +17,7 @@ from scavenger import wire
 from scavenger.errors import ScavengerError, WeightsError
 from scavenger.keys import KeyPair
 from scavenger.weights.manifest import Manifest
-from scavenger.weights.memory import Buffer
+from scavenger.weights.memory import Buffer, Pool
 from scavenger.weights.pull import Pull
 from scavenger.weights.source import WeightSource
 from scavenger.weights.transfer import Limits
@@ -50,6 +50,7 @@ class Store:
         self._held: dict[int, tuple[Manifest, Buffer]] = {}  # complete and verified
         self._served: dict[int, bytes] = {}  # version -> root
         self._pull: Pull | None = None  # under way, or unfinished
+        self._pool = Pool(most=1)
         self._more: wire.UseWeights | None = None  # further holders that were named last
         self._one = asyncio.Lock()  # a pull that was cancelled ends before the next begins
 
@@ -66,7 +67,9 @@ class Store:
         work = self._pull
         if work is None or work.manifest.root != manifest.root:
             newest = self._held[max(self._held)] if self._held else None
-            work = self._pull = Pull(manifest, self._keypair, limits=self._limits, clock=self._clock, base=newest)
+            work = self._pull = None  # what arrived of another version is of no use
+            memory = self._pool.take(manifest.total_nbytes)
+            work = self._pull = Pull(manifest, self._keypair, limits=self._limits, clock=self._clock, base=newest, buffer=memory)
         else:
             work.again(manifest)
         more = self._more.sources if self._more is not None and self._more.version == weights.version else ()
@@ -137,7 +140,9 @@ class Store:
     def _release(self, keep: set[int]) -> None:
         """Let go of every version but these, and say so."""
         for version in [version for version in {*self._held, *self._served} if version not in keep]:
-            self._held.pop(version, None)
+            over = self._held.pop(version, None)
+            if over is not None and not any(buffer is over[1] for _, buffer in self._held.values()):
+                self._pool.give(over[1])
             root = self._served.pop(version, None)
             if root is not None and self._source is not None:
                 self._source.withdraw(version)

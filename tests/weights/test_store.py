@@ -206,3 +206,23 @@ def test_a_process_that_cannot_serve_still_receives() -> None:
         store.close()
 
     asyncio.run(main())
+
+
+def test_a_third_version_is_written_where_the_first_was_once_nobody_reads_that() -> None:
+    async def main() -> None:
+        published = [version(number) for number in (1, 2, 3, 4)]
+        store = Store(keys.generate(), lambda _s: None, lambda: "127.0.0.1", limits=LIMITS)
+        with WeightSource(local=False, keep=4) as trainer:
+            buffers = []
+            for manifest, blob in published:
+                address = trainer.publish(manifest, blob)
+                buffers.append(await store.get(manifest, wire.UseWeights(manifest.version, b"m", (address,)), 10.0))
+                assert buffers[-1].view == blob
+                if manifest.version == 2:
+                    reading = buffers[1].view[:10]  # the engine has not let go of version 2 yet
+        store.close()
+        assert buffers[2] is buffers[0]
+        assert buffers[3] is not buffers[1]
+        assert reading == published[1][1][:10]
+
+    asyncio.run(main())
