@@ -274,7 +274,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--joiners", type=int, default=16)
     parser.add_argument("--megabytes", type=float, default=64.0, help="of the version that joiners pull")
-    parser.add_argument("--rate", type=float, default=16.0, help="MB/s of each sender")
+    parser.add_argument("--rate", type=float, default=12.0, help="MB/s of each sender")
     parser.add_argument("--serve", default="", help=argparse.SUPPRESS)
     parser.add_argument("--receive", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--nbytes", type=int, default=0, help=argparse.SUPPRESS)

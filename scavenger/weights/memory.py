@@ -46,6 +46,7 @@ class Buffer:
         """Have the pages below `upto` made; a kernel that cannot do so in steps makes them as they are written."""
         while self._prepared < min(upto, self.nbytes):
             try:
+                os.posix_fallocate(self.fd, self._prepared, min(_STEP, self.nbytes - self._prepared))
                 self._map.madvise(_POPULATE_WRITE, self._prepared, min(_STEP, self.nbytes - self._prepared))
             except OSError:
                 self._prepared = self.nbytes
