@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from rollout.engines.base import Host
 from rollout.engines.published import Layout, layout, parse_config
-from rollout.engines.vllm_worker import PARENT
+from rollout.engines.vllm_worker import FOLDER, PARENT
 from scavenger.errors import EngineError
 from scavenger.wire import EngineSpec
 
@@ -53,7 +53,7 @@ def prepare_environment(gpu: bool) -> Path:
     for name, value in (ENVIRONMENT | ({} if gpu else CPU_ENVIRONMENT)).items():
         os.environ.setdefault(name, value)
     base = tempfile.gettempdir()
-    folder = Path(tempfile.mkdtemp(prefix="scv-", dir=base if len(base) < MAX_SOCKET_PATH else "/tmp"))
+    folder = Path(tempfile.mkdtemp(prefix=FOLDER, dir=base if len(base) < MAX_SOCKET_PATH else "/tmp"))
     os.environ["VLLM_RPC_BASE_PATH"] = str(folder)
     os.environ[PARENT] = str(os.getpid())
     return folder

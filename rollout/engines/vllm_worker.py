@@ -10,6 +10,7 @@ import mmap
 import multiprocessing
 import os
 import select
+import shutil
 import signal
 import threading
 import time
@@ -23,6 +24,7 @@ from rollout.engines.checksum import Sum, checksum, sources
 from rollout.engines.published import STORED
 
 PARENT = "SCAVENGER_ENGINE_PARENT"  # process id of the worker that started the engine
+FOLDER = "scv-"  # how the engine's private folder is called
 PROBE_ROWS = 512
 
 Row = tuple[str, str, Sequence[int], int, int]  # name, dtype, shape, offset, nbytes
@@ -48,6 +50,9 @@ def live_and_die_with(parent: int) -> None:
         poller = select.poll()
         poller.register(watched, select.POLLIN)
         poller.poll()
+        folder = os.environ.get("VLLM_RPC_BASE_PATH", "")
+        if os.path.basename(folder).startswith(FOLDER):  # the worker's own for this engine: nobody else removes it now
+            shutil.rmtree(folder, ignore_errors=True)
         if core not in (1, parent) and os.getppid() == core:
             os.kill(core, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
