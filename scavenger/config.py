@@ -277,7 +277,7 @@ class CheckpointSection(Section):
 class EvalSection(Section):
     every: NonNegative = 0  # steps; 0 = before the first and after the last only
     problems: NonNegative = 0
-    samples: Positive = 1  # answers of each at temperature 1, beside the greedy one
+    samples: Annotated[int, Field(gt=0, le=MAX_GROUP_SAMPLES)] = 1  # answers of each at temperature 1, beside the greedy one
     path: Path | None = None  # held-out problems, written like those of data.path; none = taken out of data.path
 
 

@@ -18,14 +18,20 @@ OTHER = "other (the trainer's own words, which are in its log)"
 #: Outcomes that a trainer gives, with its reasons.
 OUTCOMES = ("consumed", "filtered", "masked", "evaluated")
 _NUMBER = r"[-+]?(\d+(\.\d+)?(e[-+]?\d+)?|inf|nan)"
-_REASON = re.compile(rf"|zero variance: every reward is {_NUMBER}|\d+ usable sample\(s\): nothing to compare|{re.escape(OTHER)}", re.ASCII)
+_REASON = re.compile(
+    rf"|zero variance: every reward is {_NUMBER}|zero variance over the batch of \d+ usable sample\(s\)"
+    rf"|\d+ usable sample\(s\): nothing to compare|ended by the length limit|{re.escape(OTHER)}",
+    re.ASCII,
+)
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:@/+=-]{0,127}", re.ASCII)
 _DIGEST = re.compile(r"(metric|version)-[0-9a-f]{12}", re.ASCII)
 #: The figures of a step or an evaluation that this release's own trainer gives.
 METRICS = frozenset({
     "reward", "loss", "tokens", "tokens_trained", "samples", "samples_trained", "groups_filtered", "length_mean", "length_max", "kl",
     "clip_fraction", "mismatch_k3", "mismatch_max", "truncated_fraction", "lr", "updates", "grad_norm", "moves", "micro_steps", "seconds",
-    "seconds_seed", "seconds_wait", "seconds_reward", "seconds_train", "seconds_update", "seconds_publish", "eval_sampled", "eval_greedy",
+    "seconds_seed", "seconds_wait", "seconds_reward", "seconds_train", "seconds_update", "seconds_publish", "masked_fraction",
+    "groups_asked", "eval_sampled", "eval_greedy", "eval_length_mean", "eval_cut_fraction", *(f"eval_pass_at_{1 << power}" for power in
+    range(13)),
 })  # fmt: skip
 
 

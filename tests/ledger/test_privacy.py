@@ -30,9 +30,11 @@ from tests.ledger.examples import T0, prologue, written
 from tests.ledger.histories import answers, ended, fetch, training
 from tests.ledger.test_roles import DAEMON, Site, made_site
 from tests.router.harness import SPEC, Bench, StoredLedger, chunk_of, specs
+from trainer import evaluation
 from trainer.__main__ import close_failed
+from trainer.algorithms.advantages import Advantages, batch_normalised, grpo
 from trainer.rewards import RewardRunner
-from trainer.scoring import Scoring
+from trainer.scoring import ENDED_BY_LENGTH, Scoring
 from trainer.step import summarise
 
 SECRET = "swordfish"
@@ -223,12 +225,16 @@ def test_a_function_whose_version_is_another_for_each_sample_is_purged_without_a
 
 
 def test_our_own_trainer_says_only_what_is_known() -> None:
-    assert set(summarise([], {}, kl_coef=0.0)) <= discretion.METRICS
+    assert set(summarise([], {}, divisor=0.0)) <= discretion.METRICS
+    answers = [evaluation.Judgement(1.0, 3, cut=False)] * 9
+    assert set(evaluation.summarise([answers], [answers])) <= discretion.METRICS
+    assert discretion.is_known(ENDED_BY_LENGTH)
     for rewards in ([0.5, 0.5], [1e-7, 1e-7], [1e20, 1e20], [0.0, 1.0]):
         values = torch.tensor(rewards, dtype=torch.float64)
         for usable in ([True, True], [True, False], [False, False]):
-            found = group_normalised(values, torch.tensor(usable), scale_by_std=True)
-            assert found.informative or discretion.is_known(found.reason), found.reason
+            mask = torch.tensor(usable)
+            found: list[Advantages] = [grpo(values, mask, True), *batch_normalised([(values, mask)], True)]
+            assert all(one.informative or discretion.is_known(one.reason) for one in found), found
 
 
 def engine_error() -> str:
