@@ -16,7 +16,6 @@ import sqlalchemy as sa
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from trainer.advantages import group_normalised
 
 from rollout.engines.reference import ReferenceEngine
 from rollout.tasks import spawn

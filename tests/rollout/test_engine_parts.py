@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rollout.engines.stopping import Matcher, Stopping
 
 from rollout.engines.base import Delta, EngineInfo, Request
 from rollout.engines.seeds import lease_seed
+from rollout.engines.stopping import Matcher, Stopping
 from scavenger.errors import EngineError
 from scavenger.wire import SampleKey, Sampling
 
