@@ -127,7 +127,8 @@ def main() -> None:
     asked = parser.parse_args()
     fleet, cold_s = traces.read_nodes(asked.trace, 8, 72 * HOUR_S), asked.cold_start
     print(
-        f"{fleet.origin}: {fleet.gpus} GPUs, cold start {cold_s:g} s, looks every {asked.observe:g} s; goal: 92 % harvested, under 5 % wasted"
+        f"{fleet.origin}: {fleet.gpus} GPUs, cold start {cold_s:g} s, looks every {asked.observe:g} s; "
+        "goal: 92 % harvested, under 5 % wasted"
     )
     for share in SHARES:
         gpus = replay(fleet, share, cold_s, asked.observe, asked.schedule)
