@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scavenger.router import placement
@@ -23,6 +23,7 @@ def groups(seed: int, count: int = 24, each: int = 4) -> tuple[Outstanding, ...]
     return tuple(Outstanding(200.0, min(8000.0, draw.lognormvariate(8.3, 0.6)), group) for group in range(count) for _ in range(each))
 
 
+@settings(deadline=None)
 @given(SAMPLES, st.integers(1, 40))
 def test_no_more_run_than_there_are_places_and_none_is_left_empty(samples: list[Outstanding], places: int) -> None:
     spans = served(samples, places)
@@ -33,6 +34,7 @@ def test_no_more_run_than_there_are_places_and_none_is_left_empty(samples: list[
     assert [span.end - span.start for span in spans] == pytest.approx([float(sample.rest) for sample in samples])
 
 
+@settings(deadline=None)
 @given(SAMPLES, st.integers(1, 40))
 def test_buckets_hold_every_token_and_its_context(samples: list[Outstanding], places: int) -> None:
     found = profile(served(samples, places), {})
@@ -43,6 +45,7 @@ def test_buckets_hold_every_token_and_its_context(samples: list[Outstanding], pl
     assert len(found.whole) == len({sample.group for sample in samples})
 
 
+@settings(deadline=None)
 @given(SAMPLES, st.integers(1, 10), st.floats(0, 3000))
 def test_what_is_left_and_what_is_done_are_all(samples: list[Outstanding], places: int, at: float) -> None:
     spans = served(samples, places)
