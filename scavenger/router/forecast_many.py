@@ -56,9 +56,10 @@ class _Many:
         high = np.where(inside, at, 1)
         low = high - 1
         log = logs[low] + (score - scores[low]) / (scores[high] - scores[low]) * (logs[high] - logs[low])
-        length: np.ndarray[Any, np.dtype[np.float64]] = np.array(list(map(math.exp, np.where(inside, log, 0.0).tolist())))
+        length = np.array(list(map(math.exp, np.where(inside, log, 0.0).tolist())))
         ends = np.where(at == 0, self._edges[0], float(self._table.cap))
-        return np.maximum(np.where(inside, length, ends), self.least)
+        found: Floats = np.maximum(np.where(inside, length, ends), self.least)
+        return found
 
 
 def expected(table: Table, groups: Sequence[tuple[Belief, Sequence[int]]]) -> list[list[float]]:
