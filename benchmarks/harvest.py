@@ -142,7 +142,7 @@ def main() -> None:
         parts = "; ".join(f"{median(values):.1%} ({min(values):.1%}-{max(values):.1%})" for values in spread)
         met = all_of.harvested >= 0.92 and all_of.wasted < 0.05
         print(
-            f"share {share:.2f}: harvested {all_of.harvested:.1%}, generating {all_of.generating:.1%}, wasted {all_of.wasted:.1%} of "
+            f"share {share:.3f}: harvested {all_of.harvested:.1%}, generating {all_of.generating:.1%}, wasted {all_of.wasted:.1%} of "
             f"{all_of.starts} starts: {'met' if met else 'MISSED'}\n  segments of {asked.hours:g} h: {parts}\n  {why(gpus, cold_s)}",
             flush=True,
         )
