@@ -172,7 +172,9 @@ def _with_raw_logprobs(forward: Callable[..., Any]) -> Callable[..., Any]:
         if raw is not None and output.logprobs_tensors is not None:
             sampled = output.sampled_token_ids.long()
             output.logprobs_tensors.logprobs[:, 1:2] = raw.gather(-1, sampled)
-            output.logprobs_tensors.logprob_token_ids[:, 1:2] = output.sampled_token_ids
+            # Under an id of its own: where vLLM joins outputs that nobody fetched in time, one id keeps one logprob.
+            other = torch.where(sampled > 0, sampled - 1, sampled + 1)
+            output.logprobs_tensors.logprob_token_ids[:, 1:2] = other.to(output.sampled_token_ids.dtype)
         return output
 
     return both

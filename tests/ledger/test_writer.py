@@ -584,7 +584,7 @@ def test_whether_a_batch_is_one_statement_is_decided_by_its_rows(url: str, monke
         asked.append((shape.table.name, len(values)))
         return run(connection, shape, kinds, values)
 
-    monkeypatch.setattr(transaction.sets, "run", noted)
+    monkeypatch.setattr(transaction.batch_sql, "run", noted)
     chunks = [r.ChunkAccepted(1, 1, at, b"\1\0\0\0", b"\0" * 4, b"\0\0\0\1", 1, 1, 0.5) for at in range(20)]
     written(url, [[r.GroupCreated(1, 1, "train", 1, 0, 0, 1, b"", 64, 1, "{}", "{}", 1.0)], chunks])
     assert asked == [("samples", 64)], "one group's samples, and not the one sample of twenty chunks"

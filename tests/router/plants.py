@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from scavenger.ledger import records as rec
-from scavenger.router import restore, runs, steps
+from scavenger.router import greeting, orders, restore, runs, steps
 from scavenger.router import samples as sm
 from scavenger.router import workers as wk
 from scavenger.router.core import Core
@@ -183,7 +183,7 @@ def lost_assignments_not_noticed(patch: pytest.MonkeyPatch) -> None:
 
 def orders_never_repeated(patch: pytest.MonkeyPatch) -> None:
     """What was ordered once (load, sleep, wake, leave) is taken for done, whatever the worker's heartbeats say."""
-    patch.setattr(wk, "_reconcile_orders", lambda *_: None)
+    patch.setattr(orders, "reconcile", lambda *_: None)
 
 
 def rewound_steps_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -206,7 +206,7 @@ def goodbye_before_durable(patch: pytest.MonkeyPatch) -> None:
 
 def evicted_engine_let_in_again(patch: pytest.MonkeyPatch) -> None:
     """Two live engines of one slot evict each other for ever."""
-    patch.setattr(wk, "_evict_from_slot", lambda *_: None)
+    patch.setattr(greeting, "_evict_from_slot", lambda *_: None)
 
 
 def evicted_before_durable(patch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ def packed_step(comm: Comm, mesh: DeviceMesh, model: str, out: Path) -> dict[str
     stats = [one for micros in balanced([make_group(n) for n in range(GROUPS)], budget=60, ranks=ranks.size) for one in ranks.train(micros)]
     norm = ranks.update(float(len(stats)), PACKED_OPTIMIZER.lr)
     _, blob = ranks.build_version(1, "float32")
-    (out / "packed.bin").write_bytes(blob)
+    (out / "packed.bin").write_bytes(blob.view)
     ranks.stop()
     return {"norm": norm, "loss": sum(one.loss for one in stats) / len(stats), "samples": len(stats)}
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -92,9 +93,10 @@ def test_two_ranks_take_the_packed_step_of_one_plain_process(together: Path, mod
     assert packed["loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert packed["norm"] == pytest.approx(norm.item(), rel=1e-5)
     tensors = ((name, parameter.detach()) for name, parameter in model.named_parameters())
-    _, blob = publish.build_version(1, tensors, "float32")
+    plain: Any = SimpleNamespace(model=model, full_parameters=lambda: tensors)  # a learner's two members that publishing asks for
+    _, blob = publish.build_version(1, plain, "float32")
     theirs = torch.frombuffer(bytearray((together / "packed.bin").read_bytes()), dtype=torch.float32)
-    ours = torch.frombuffer(bytearray(blob), dtype=torch.float32)
+    ours = torch.frombuffer(bytearray(blob.view), dtype=torch.float32)
     # Adam's first step is lr * sign(gradient): where a gradient is rounding, so is its sign.
     assert ((ours - theirs).abs() < 1e-6).double().mean() > 0.999
 
