@@ -167,7 +167,14 @@ class Daemon:
         watch, told = Watch(self.manner), ""
         try:
             while not self.stop.is_set():
-                there = await asyncio.to_thread(ownership.holders, mine, self.config.ledger_url)
+                try:
+                    there = await asyncio.to_thread(ownership.holders, mine, self.config.ledger_url)
+                except LedgerError as error:  # a look that failed tells nothing of who is there
+                    if self.manner is not Manner.STAND_BY:
+                        raise
+                    log.warning("standing by; who holds the ledger cannot be asked", reason=error.cause)
+                    await self._look_pause()
+                    continue
                 verdict, why, sign = watch.look(there, time.time(), time.monotonic())
                 if sign is not None and verdict is Verdict.REFUSE:
                     raise ownership.refused(there[sign], why)
@@ -177,13 +184,16 @@ class Daemon:
                     return True
                 if sign is not None and told != (told := sign.who):
                     log.warning("waiting", held_by=str(there[sign]), why=why)
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self.stop.wait(), LOOK_S)
+                await self._look_pause()
         except BaseException:
             mine.close()
             raise
         mine.close()
         return False
+
+    async def _look_pause(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.stop.wait(), LOOK_S)
 
     def _release(self, generation: Generation) -> None:
         """A successor, on whatever host, need not wait for our silence."""
@@ -305,7 +315,7 @@ class Daemon:
 
     async def _announce(self, server: Server, public: str, port: int, generation: Generation) -> None:
         """Write the rendezvous file, unless a newer generation has the ledger: a commit tells, and so does the file."""
-        ours = asyncio.create_task(server.commit([]))
+        ours = asyncio.create_task(server.commit([Heartbeat(self.clock())]))
         stopped = asyncio.create_task(self.stop.wait())
         await asyncio.wait({ours, stopped}, return_when=asyncio.FIRST_COMPLETED)
         for task in (ours, stopped):

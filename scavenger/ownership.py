@@ -7,7 +7,6 @@ taken over (a stopped process that holds SQLite's lock) is named. Owns `<state_d
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import socket
@@ -24,6 +23,7 @@ from scavenger.config import DaemonConfig
 from scavenger.errors import AuthError, DaemonUnavailable, LedgerError, LedgerHeld
 from scavenger.ledger import backup, restoring, store
 from scavenger.ledger.backup import Restored
+from scavenger.ledger.faults import explain, remedy
 from scavenger.ledger.schema import generations
 from scavenger.ledger.transaction import NOBODY, Announced
 from scavenger.succession import SILENT_S, Sign
@@ -150,21 +150,34 @@ _GENERATIONS = sa.select(
 
 
 def _generations(url: str) -> list[sa.Row[tuple[str, int, float, float, float | None]]]:
-    """The newest generations of a ledger, the newest first; none where there is none, or it cannot be read."""
-    with contextlib.suppress(LedgerError, sa.exc.DBAPIError):
-        engine = store.open_readonly(url)
-        try:
-            with engine.connect() as connection:
-                return list(connection.execute(_GENERATIONS.limit(16)))
-        finally:
-            engine.dispose()
-    return []
+    """The newest generations of a ledger, the newest first; none where there is none yet. Raises `LedgerError` when it cannot be asked."""
+    path = store.sqlite_file(url)
+    if path is not None and not path.is_file():
+        return []
+    engine = store.open_readonly(url)
+    try:
+        with engine.connect() as connection:
+            return list(connection.execute(_GENERATIONS.limit(16)))
+    except sa.exc.DBAPIError as error:
+        if _without_tables(error):
+            return []
+        raise LedgerError(f"who holds the ledger cannot be asked: {explain(error)}", remedy(error)) from error
+    finally:
+        engine.dispose()
+
+
+def _without_tables(error: sa.exc.DBAPIError) -> bool:
+    """Whether nobody has made the ledger's tables yet (42P01: PostgreSQL's undefined_table)."""
+    return getattr(error.orig, "sqlstate", None) == "42P01" or "no such table" in str(error.orig)
 
 
 def _writer(url: str) -> Holder | None:
-    """The daemon that the ledger itself names, alive or not."""
-    found = (Holder(row.host, row.pid, row.started_at, row.committed_at) for row in _generations(url) if row.superseded_at is None)
-    return next(found, None)
+    """The daemon that the ledger itself names, alive or not; None also where it cannot be asked: who restores it must not need it."""
+    try:
+        rows = _generations(url)
+    except LedgerError:
+        return None
+    return next((Holder(row.host, row.pid, row.started_at, row.committed_at) for row in rows if row.superseded_at is None), None)
 
 
 def writer_of(url: str, now: float) -> Holder | None:

@@ -4,9 +4,9 @@
                                                                                              sample updated), and the row deleted
 
 A lost fleet's samples stand still until their new leases are durable. To write those takes 30,000 changed rows, the log a single one.
-Between the two, `leases` and `samples` tell of the moment before the moves, and of nothing that was not so: a report lags by a second at
-most. Nothing that needs a logged move is written before it is folded, and whoever takes the ledger over folds what it finds first, in the
-transaction that makes it the owner.
+Between the two, `leases` and `samples` tell of the moment before the moves, and of nothing that was not so: a report lags by a second,
+by five while ever more engines are lost. Nothing that needs a logged move is written before it is folded, and whoever takes the ledger
+over folds what it finds first, in the transaction that makes it the owner.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from scavenger.ledger.statements import KINDS
 
 #: Fewer moves than these are written as they are: a fold costs a transaction.
 FEWEST = 4
-#: Logged moves are folded after this time (s) while others write, after `QUIET_S` (s) when nobody does, and when there are `MOST` of them.
+#: Logged moves are folded after this time (s) while others write, after `QUIET_S` (s) when nobody does, when there are `MOST` of them, and
+#: after `MOST_LAG_S` (s) whatever is written: engines may be lost for a long time.
 MOST_AGE_S = 1.0
 QUIET_S = 0.05
+MOST_LAG_S = 5.0
 MOST = 100_000
 
 Batch = tuple[LeaseMoved, ...]
@@ -74,9 +76,10 @@ class MoveLog:
         """Whether what was logged is folded before `rest` is written."""
         if not self._batches:
             return False
-        if len(self) > MOST or _concerns(rest, self._samples):
+        age_s = now - self._since
+        if len(self) > MOST or age_s > MOST_LAG_S or _concerns(rest, self._samples):
             return True
-        return not logging and (not rest or now - self._since > MOST_AGE_S)
+        return not logging and (not rest or age_s > MOST_AGE_S)
 
     def done(self, plan: Plan, now: float) -> None:
         kept = () if plan.fold else self._batches
@@ -107,15 +110,21 @@ def fold(connection: sa.Connection, batches: Sequence[Batch], write: Write) -> N
     """Write logged moves where they belong and empty the log, in the caller's transaction: `batches` are all that it holds."""
     for batch in batches:
         write(connection, batch)
-    connection.execute(sa.delete(move_log))
+    held = connection.execute(sa.delete(move_log)).rowcount
+    if held != len(batches):
+        raise LedgerError(f"move_log held {held} batches of moves, not the {len(batches)} that were folded", "restart the daemon")
 
 
 def fold_left(connection: sa.Connection, write: Write) -> int:
     """Fold what a daemon that ended left in the log, in the caller's transaction; how many moves that were."""
     rows = connection.execute(sa.select(move_log.c.n, move_log.c.moves).order_by(move_log.c.id)).all()
     batches = [_unpacked(n, packed) for n, packed in rows]
-    if batches:
-        fold(connection, batches, write)
+    try:
+        if batches:
+            fold(connection, batches, write)
+    except LedgerError as error:
+        remedy = "the ledger says of itself what it should not: keep a copy of it, report this, and restore a backup (docs/recovery.md)"
+        raise LedgerError(f"what the last daemon left in move_log cannot be folded: {error.cause}", remedy) from error
     return sum(map(len, batches))
 
 

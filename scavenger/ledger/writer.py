@@ -3,10 +3,10 @@
     submit(ticket, records) -> queue -> one transaction -> on_commit(ticket)
 
 Owns the queue, the thread, retries and the writer's state; `transaction` owns what a transaction is, `faults` what an error means.
-While a transaction runs, submissions gather for the next: that is the group commit, and it needs no timer. Nothing is dropped and
-nothing is acknowledged before its commit: when the database cannot take a transaction, the same one is tried again with growing
-pauses until it can, and `backlog_bytes` tells the daemon to slow down. Callbacks run in the writer's thread (`on_state` in that of
-`start` and `close` too) and must neither block nor call back into the writer.
+While a transaction runs, submissions gather for the next: that is the group commit, and it needs no timer, but for the samples of engines
+that are lost together (`go`). Nothing is dropped and nothing is acknowledged before its commit: when the database cannot take a
+transaction, the same one is tried again with growing pauses until it can, and `backlog_bytes` tells the daemon to slow down. Callbacks
+run in the writer's thread (`on_state` in that of `start` and `close` too) and must neither block nor call back into the writer.
 """
 
 from __future__ import annotations

@@ -239,7 +239,8 @@ class WorkerReady:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """An engine is gone. `life_s`: since it greeted. `preempted`: others took its GPUs; else we let it go, or it failed."""
+    """An engine is gone, with `samples` that it held. `life_s`: since it greeted. `preempted`: others took its GPUs; else we let it go, or
+    it failed."""
 
     worker_id: int
     kind: str
@@ -248,6 +249,7 @@ class WorkerLost:
     life_s: float
     preempted: bool
     reason: str
+    samples: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ A run asks often: what is dear is done again only when the fleet or the step cha
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -91,7 +92,7 @@ class Predictive:
         self._serving = 0
         self._trained = 0.0
         self._trained_at: float | None = None
-        self._lost_at = -math.inf  # when an engine was lost last
+        self._lost_at, self._lost = -math.inf, 0  # when engines were lost last, with how many samples
         self._fleet = FleetSizer(self.settings.least_saving, self.settings.rules, self.settings.price)
         self._asked: tuple[int, str] | None = None
         self._retired: set[int] = set()
@@ -126,6 +127,7 @@ class Predictive:
             case WorkerReady() | WorkerLost() | WorkerJoined():
                 self._changed = self._shifted = self._service.changed = True
                 if isinstance(fact, WorkerLost):
+                    self._lost = fact.samples + (self._lost if self._lost_at == now else 0)
                     self._lost_at = now
                     self._retired.clear()  # the load of those that are left is another
             case StepFinished() if fact.purpose == "train":
@@ -203,12 +205,13 @@ class Predictive:
     def place(self, view: RunView, now: float) -> Sequence[Placement]:
         if not self.settings.placement:
             return self._standard.place(view, now)
-        if now == self._lost_at and view.waits >= MANY_LOST:
-            why = "its engine was lost with many samples: to the emptiest"
-            return [Placement(sample_id, worker_id, None, why) for sample_id, worker_id in placement.place(view.waiting(), view.slots())]
         free = [s for s in view.slots() if s.leases < self._limit(s)]
         if not free:
             return ()
+        if now == self._lost_at and self._lost >= MANY_LOST:
+            why = f"engines were lost with {self._lost} samples at once: to the emptiest"
+            moved = itertools.islice(view.waiting(), self._lost)  # what has tokens comes first
+            return [Placement(sample, worker, None, why) for sample, worker in placement.place(moved, self._within_limits(free))]
         if now < self._ranked_at + RANKING_S and self._all_ranked(view):
             return self._place_ranked(view, free)
         return self._place_anew(view, now)
@@ -227,6 +230,9 @@ class Predictive:
         known = self._limits.get(slots.worker_id, self._share or slots.max_batch)
         return int(min(slots.max_batch, known, self._service.by.limit))
 
+    def _within_limits(self, free: Sequence[placement.Slots]) -> list[placement.Slots]:
+        return [placement.Slots(s.worker_id, s.leases, self._limit(s), s.node) for s in free]
+
     def _place_ranked(self, view: RunView, free: Sequence[placement.Slots]) -> list[Placement]:
         """A slot or two came free: the next of the ranking, to the emptiest."""
         ranked, first = self._ranked, self._ranked_from
@@ -235,7 +241,7 @@ class Predictive:
         self._ranked_from = first
         rest = (ranked[at].job for at in range(first, len(ranked)))
         queue = (placement.Waiting(job.sample_id, job.avoid) for job in rest if view.is_waiting(job.sample_id))
-        slots = [placement.Slots(s.worker_id, s.leases, self._limit(s), s.node) for s in free]
+        slots = self._within_limits(free)
         return [Placement(s, w, None, "next in the ranking, to the emptiest engine") for s, w in placement.place(queue, slots)]
 
     def _place_anew(self, view: RunView, now: float) -> list[Placement]:

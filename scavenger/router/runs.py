@@ -216,28 +216,6 @@ def _publish(core: Core, run: Run, body: PublishVersion) -> ReplyBody:
     return Ok()
 
 
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
 def _set_reserved(core: Core, run: Run, body: SetReserved) -> ReplyBody:
     if run.reserved_awake != body.awake:
         run.window_since, run.fresh = core.now, True
@@ -269,13 +247,5 @@ def _close(core: Core, run: Run, body: CloseRun) -> ReplyBody:
         orders.drain(core, worker, f"the run {body.state}")
     core.record(rec.RunEnded(run.id, body.state, body.reason, core.now))
     return Ok()
-
-
-
-
-
-
-
-
 
 

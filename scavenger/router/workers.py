@@ -36,30 +36,10 @@ from scavenger.wire import (
 MAX_DEPARTED = 4096
 
 
-
-
-
-
-
-
-
-
-
-
 def disconnect(core: Core, worker: Worker) -> None:
     if worker.conn is not None and core.by_conn.get(worker.conn) is worker:
         del core.by_conn[worker.conn]
     worker.conn = None
-
-
-
-
-
-
-
-
-
-
 
 
 def may_hold(core: Core, worker: Worker, held: Held) -> bool:
@@ -185,34 +165,12 @@ def _assignment_lost(core: Core, worker: Worker, sample: Sample, beat: Heartbeat
     return beat.heard > sample.assigned_after
 
 
-
-
-
-
-
-
-
-
 def _sample_failed(core: Core, worker: Worker, message: SampleFailed) -> None:
     sample = worker.leases.get(message.sample_id)
     if sample is None or sample.epoch != message.epoch:
         return
     core.peer_event(worker, "sample_failed", f"sample {sample.id}", message.reason, worker=worker.id, node=worker.node)
     sm.release(core, sample, message.reason, crashed=True)
-
-
-
-
-
-
-
-
-
-
-
-
-
-
 
 
 def gone(core: Core, worker: Worker, reason: str, *, crashed: bool, flushed: bool = False) -> None:
@@ -227,7 +185,8 @@ def gone(core: Core, worker: Worker, reason: str, *, crashed: bool, flushed: boo
     core.record(rec.WorkerLeft(worker.id, reason, worker.notice, len(samples), salvaged, regenerated, core.now))
     preempted = worker.status is not WorkerStatus.DRAINING and not crashed
     worker.run.policy.observe(
-        WorkerLost(worker.id, worker.kind, worker.node, worker.gpus, core.now - worker.joined_at, preempted, reason), core.now
+        WorkerLost(worker.id, worker.kind, worker.node, worker.gpus, core.now - worker.joined_at, preempted, reason, len(samples)),
+        core.now,
     )
     core.count("workers_lost")
     worker.run.directory.gone(worker.id)

@@ -20,6 +20,7 @@ from scavenger.ledger.reader import rows
 from scavenger.ledger.store import open_engine, upgrade
 from scavenger.ledger.transaction import Generation, commit_batch, grant_generation, open_connection
 from scavenger.ledger.writer import WriterState
+from tests.ledger.conftest import new_database
 from tests.ledger.examples import witness
 
 SAMPLES = 300
@@ -147,6 +148,44 @@ def test_what_other_samples_do_does_not_wait_for_a_fold(sqlite_url: str) -> None
     assert MoveLog().plan(few, 1.0) == moves.Plan((), few, ()), "a fold costs a transaction"
     mixed = [chunk(7, 1, 0), *moved(1, 2.0)]
     assert MoveLog().plan(mixed, 1.0) == moves.Plan((), mixed, ()), "the order within the transaction matters"
+
+
+def test_moves_that_go_on_and_on_are_folded_all_the_same() -> None:
+    log = MoveLog()
+    for n in range(8):
+        plan = log.plan(moved(1 + n, 2.0), float(n))
+        assert bool(plan.fold) == (n == 6), n
+        log.done(plan, float(n))
+
+
+def test_an_older_ledger_restored_over_this_one_is_upgraded_without_the_other_history_s_log(postgres: sa.URL) -> None:
+    """As pg_restore leaves it: what the backup does not have stays."""
+    url = new_database(postgres)
+    upgrade(url)
+    engine = open_engine(url)
+    with engine.begin() as connection:
+        connection.execute(sa.insert(moves.move_log).values(n=1, moves=b"of another history", at=1.0))
+        connection.exec_driver_sql("CREATE INDEX ix_leases_worker ON leases (worker_id)")
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0006'")
+    upgrade(url)
+    assert rows(engine, "SELECT count(*) FROM move_log").rows == ((0,),)
+    grant_generation(engine, "h", 1, "v", 0.0)
+    engine.dispose()
+
+
+def test_a_log_that_holds_what_nobody_logged_is_not_emptied(sqlite_url: str) -> None:
+    upgrade(sqlite_url)
+    engine = open_engine(sqlite_url)
+    generation, log = grant_generation(engine, "h", 1, "v", 0.0), MoveLog()
+    with open_connection(engine) as connection:
+        commit(connection, generation, 1, leased(), 1.0, log)
+        commit(connection, generation, 2, moved(1, 2.0), 1.0, log)
+        with connection.begin():
+            connection.execute(sa.insert(moves.move_log).values(n=0, moves=b"\x90", at=1.0))
+        with pytest.raises(LedgerError, match="move_log held 2 batches"):
+            commit(connection, generation, 3, [], 1.0, log)
+    assert dump(sqlite_url)["move_log"] == [(SAMPLES,), (0,)]
+    engine.dispose()
 
 
 def test_a_bound_on_what_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:

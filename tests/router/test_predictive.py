@@ -11,7 +11,7 @@ from scavenger.harvest.autoscale import Rules
 from scavenger.router import policy as seam
 from scavenger.router.forecast import Forecast
 from scavenger.router.policy import PlainView, RouterPolicy, SampleView, Standard, StepView, WorkerView
-from scavenger.router.predictive import PAUSE_S, Predictive
+from scavenger.router.predictive import MANY_LOST, PAUSE_S, Predictive
 from scavenger.router.predictive_fleet import TRIAL_S, FleetSizer
 from scavenger.router.predictive_settings import Settings
 from scavenger.simulate import presets
@@ -120,6 +120,26 @@ def sample(i: int, group: int, **more: object) -> SampleView:
 def worker(i: int, kind: str = "harvested", leases: int = 0, **more: object) -> WorkerView:
     base = {"id": i, "kind": kind, "node": f"n{i}", "gpus": 1, "status": "ready", "serves": True, "leases": leases, "max_batch": 4}
     return WorkerView(**base | more)  # type: ignore[arg-type]
+
+
+def test_many_samples_of_lost_engines_go_on_at_once_within_the_limits_and_few_are_weighed() -> None:
+    """Only what was lost: what waits because engines are full waits on."""
+    for lost, told in ((MANY_LOST, True), (MANY_LOST - 1, False)):
+        policy = Predictive("r")
+        step = StepView(step=1, samples=1000, groups=125)
+        policy.observe(seam.StepSubmitted(1, "train", 1000, 125), 0.0)
+        for n in range(2):
+            policy.observe(seam.WorkerLost(7 + n, "harvested", "n7", 1, 10.0, True, "preempted", lost // 2 + lost % 2 * n), 1.0)
+        waiting = [sample(i, i // 8) for i in range(1000)]
+        view = PlainView(
+            step=step, samples=waiting, queued=waiting,
+            workers=[worker(1, max_batch=100), worker(2, max_batch=300)], max_batch=300,
+        )  # fmt: skip
+        answers = policy.place(view, 1.0)
+        assert all(("samples at once" in answer.reason) == told for answer in answers)
+        if told:
+            assert {answer.sample_id for answer in answers} == set(range(lost))
+            assert sum(answer.worker_id == 1 for answer in answers) <= 100
 
 
 def test_a_window_is_solved_again_only_when_something_changed_or_it_is_time() -> None:

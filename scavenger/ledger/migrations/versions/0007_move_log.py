@@ -20,6 +20,8 @@ ID = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
 
 def upgrade() -> None:
+    # PostgreSQL's restore of a backup of before leaves tables that the backup does not have: what is in this one is of another history.
+    op.execute("DROP TABLE IF EXISTS move_log")
     op.create_table(
         "move_log",
         sa.Column("id", ID, primary_key=True, autoincrement=True),
