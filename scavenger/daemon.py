@@ -35,6 +35,7 @@ from scavenger.ledger.transaction import Announced, Generation
 from scavenger.ledger.writer import Writer, WriterState
 from scavenger.observe import status
 from scavenger.router import policies, recall
+from scavenger.router.guarded import Guarded, guarded
 from scavenger.router.machine import Router
 from scavenger.router.payloads import Payload, PayloadStore
 from scavenger.router.server import KeyRing, Server
@@ -94,7 +95,7 @@ class Daemon:
         writer = self._take_ledger(loop)
         generation, self._engine = writer.granted, writer.engine
         payloads = PayloadStore(self.config.daemon.payload_memory_mb * 2**20)
-        decides = policies.named(self.config.router.policy, self.config.router.harvested_gpu_price)
+        decides = guarded(policies.named(self.config.router.policy, self.config.router.harvested_gpu_price), self._policy_failed)
         router = Router(limits_of(self.config), generation, payloads, generation.timeline, generation.restored, decides)
         self.server = server = Server(router, writer, self.keyring, pair, self.clock, self._history, payloads, self._payloads)
         look = functools.partial(self._status, server, writer, payloads, self.clock())
@@ -293,6 +294,11 @@ class Daemon:
     async def _payloads(self, sample_ids: Sequence[int]) -> dict[int, Payload]:
         return await asyncio.to_thread(reader.read_payloads, self._engine, sample_ids)
 
+    def _policy_failed(self, run: str, error: Exception) -> None:
+        """A policy's fault: its run goes on with the standard one."""
+        log.error("the run's policy failed; the standard one decides from now on", run=run, exc_info=error)
+        self.server.write([Event("policy_failed", 0, run, type(error).__name__, "{}", self.clock())])
+
     def _recall(self, router: Router, writer: Writer) -> None:
         """What the runs' policies had learned lies in the ledger: a restart forgets little of it. Serving does not hang on that."""
         if self.config.router.policy == "standard":
@@ -300,12 +306,16 @@ class Daemon:
         for run in router.core.runs.values():
             if run.ended:
                 continue
+            taught = policies.named(self.config.router.policy, self.config.router.harvested_gpu_price)(run.name)
             try:
                 past = experience.read(writer.engine, run.name, max(0, run.last_step - recall.STEPS), recall.CHUNKS)
-            except LedgerError as error:
-                log.warning("the run's past was not read: its policy begins with its priors", run=run.name, reason=error.cause)
+                facts = recall.teach(taught, past)
+            except Exception as error:  # what lies there was told by peers under clocks of their own
+                reason = error.cause if isinstance(error, LedgerError) else type(error).__name__
+                log.warning("the run's past was not learned: it begins with priors", run=run.name, reason=reason, exc_info=error)
             else:
-                log.info("recalled", run=run.name, steps=len(past.steps), facts=recall.teach(run.policy, past))
+                run.policy = Guarded(run.name, taught, self._policy_failed)
+                log.info("recalled", run=run.name, steps=len(past.steps), facts=facts)
 
     def _tell_history(self, server: Server, generation: Generation) -> None:
         """That the ledger is an older one is no secret: it is logged, and its own events say it."""

@@ -8,6 +8,7 @@ A purge is stricter: it keeps only what we know.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 
@@ -51,8 +52,8 @@ def version(said: str) -> str:
 
 
 def metrics(said: Mapping[str, float]) -> dict[str, float]:
-    """A step's figures as the ledger keeps them."""
-    return {name if _NAME.fullmatch(name) else _digest("metric", name): value for name, value in said.items()}
+    """A step's figures as the ledger keeps them: those that are numbers."""
+    return {name if _NAME.fullmatch(name) else _digest("metric", name): value for name, value in said.items() if math.isfinite(value)}
 
 
 def purged_version(kept: str) -> str:

@@ -36,6 +36,9 @@ from scavenger.wire import (
     SubmitGroups,
 )
 
+#: Of a version's manifest (names and shapes of some 100,000 tensors) and of its sources: each engine is sent both in one message.
+MAX_MANIFEST_BYTES = 16 * 1024 * 1024
+MAX_SOURCES = 256
 ENDS = ("finished", "failed", "stopped")
 
 
@@ -202,6 +205,9 @@ def _attach(core: Core, conn: int, run: Run, body: Attach) -> ReplyBody:
 
 
 def _publish(core: Core, run: Run, body: PublishVersion) -> ReplyBody:
+    if len(body.manifest) > MAX_MANIFEST_BYTES or len(body.sources) > MAX_SOURCES:
+        why = f"a manifest of {len(body.manifest):,} bytes and {len(body.sources)} sources, over {MAX_MANIFEST_BYTES:,} and {MAX_SOURCES}"
+        return Denied("invalid", why, "use fewer and larger tensors, or fewer sources: every engine is sent them")
     known = run.versions.get(body.version)
     if known is not None and known.root == body.root:
         known.sources, known.manifest = body.sources, body.manifest  # the manifest of an old version was let go

@@ -16,6 +16,8 @@ from scavenger.router.state import Group, Run, Sample, SampleStatus, Worker, Wor
 from scavenger.wire import Ack, Assign, Chunk, DoneSample, GroupDone, Held, Lease, Revoke, RunStopped
 
 ASSIGN_BYTES = 4 * 1024 * 1024
+#: Of why a sample was given up, as its trainer is told: a group of thousands is one message.
+ERROR_CHARS = 400
 
 
 class Fault(NamedTuple):
@@ -307,7 +309,9 @@ def deliver_if_done(core: Core, group: Group) -> None:
     group.delivered_to = run.attempt
     core.record(rec.GroupDelivered(group.id, run.attempt, core.now))
     samples = tuple(
-        DoneSample(s.id, s.index, b"", b"", b"", s.finish, s.moves, s.reward, s.error, s.reward_version) for s in group.samples
+        DoneSample(
+            s.id, s.index, b"", b"", b"", s.finish, s.moves, s.reward, s.error and s.error[:ERROR_CHARS], s.reward_version
+        ) for s in group.samples
     )  # fmt: skip
     done = GroupDone(group.id, group.step, group.version, group.purpose, group.prompt_index, group.prompt, group.meta, samples)
     core.send_filled(run.conn, done, tuple(s.accepted for s in group.samples))
@@ -336,7 +340,7 @@ def _in_messages(leases: list[tuple[Lease, int]]) -> Iterator[list[tuple[Lease, 
     part: list[tuple[Lease, int]] = []
     nbytes = 0
     for lease, accepted in leases:
-        size = len(lease.prompt) + 4 * accepted
+        size = len(lease.prompt) + 4 * accepted + sum(4 * len(text) for text in lease.sampling.stop)
         if part and nbytes + size > ASSIGN_BYTES:
             yield part
             part, nbytes = [], 0

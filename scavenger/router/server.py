@@ -332,7 +332,12 @@ class Server:
         routing_id = self._routes.get(conn)
         if routing_id is None or self.keyring.identity(self._conns[routing_id].public_key) is None:
             return True  # gone, or its key was revoked
-        body = wire.encode(message)
+        try:
+            body = wire.encode(message)
+        except WireError as error:  # ours to prevent, and one run's trouble: the daemon of all goes on
+            log.error("a message was not sent", kind=type(message).__name__, cause=error.cause)
+            self.write([Event("message_too_large", 0, type(message).__name__, error.cause, "{}", self._clock())])
+            return True
         # Of a group not a copy: its bytes are counted until they are on the network. A frame kept here would keep them.
         frame = zmq.Frame(body, track=True, copy=False, copy_threshold=0) if isinstance(message, wire.GroupDone) else body
         taken = self._push(routing_id, frame)

@@ -5,6 +5,9 @@ Holds I3: a step's groups are made once, a replay gets those that exist, and eac
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+
 import msgspec
 
 from scavenger import discretion
@@ -31,6 +34,11 @@ from scavenger.wire import (
 OUTCOMES = {"train": ("consumed", "filtered", "masked"), "eval": ("evaluated", "masked")}
 
 
+def _seconds_are_times(metrics: Mapping[str, float]) -> dict[str, float]:
+    """A trainer's figures without those that cannot be: what is no number, and times below zero."""
+    return {name: value for name, value in metrics.items() if math.isfinite(value) and (value >= 0 or not name.startswith("seconds"))}
+
+
 def _spec_fault(run: Run, spec: GroupSpec) -> str:
     length = len(spec.prompt) // 4
     if len(spec.prompt) % 4 or not length:
@@ -40,7 +48,7 @@ def _spec_fault(run: Run, spec: GroupSpec) -> str:
             f"prompt {spec.prompt_index} has {length} tokens and may grow by {spec.sampling.max_tokens}, "
             f"over the engine's context of {run.engine.context_length}"
         )
-    whole = length * 4 + len(spec.meta) * 4 + spec.n * (12 * spec.sampling.max_tokens + 256)
+    whole = length * 4 + len(spec.meta) * 4 + spec.n * (12 * spec.sampling.max_tokens + 256 + 4 * sm.ERROR_CHARS)
     if whole > MAX_MESSAGE_BYTES:
         return f"prompt {spec.prompt_index}: its {spec.n} answers may make a message of {whole:,} bytes, over {MAX_MESSAGE_BYTES:,}"
     if spec.n < 1 or spec.sampling.max_tokens < 1:
@@ -163,7 +171,7 @@ def commit(core: Core, run: Run, body: CommitStep) -> ReplyBody:
             msgspec.json.encode(discretion.metrics(body.metrics)).decode(), core.now,
         )
     )  # fmt: skip
-    run.policy.observe(StepFinished(body.step, body.purpose, body.metrics), core.now)
+    run.policy.observe(StepFinished(body.step, body.purpose, _seconds_are_times(body.metrics)), core.now)
     if body.purpose == "train":
         run.last_step = body.step
         for group in [g for g in run.by_key.values() if g.orphaned and g.purpose == "train" and g.step <= body.step]:

@@ -18,6 +18,8 @@ MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 #: Samples of one group, and of one SubmitGroups: the daemon makes them in one go, and meanwhile serves nobody else.
 MAX_GROUP_SAMPLES = 4096
 MAX_CALL_SAMPLES = 16384
+#: Stop texts of one sample: they travel with each lease.
+MAX_STOPS = 64
 #: What an unauthenticated or not yet greeted peer may send at most.
 MAX_HELLO_BYTES = 64 * 1024
 
@@ -52,9 +54,9 @@ class Sampling(Part, frozen=True):
     temperature: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 1.0
     top_p: Share = 1.0
     top_k: Count = 0
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: Annotated[tuple[int, ...], msgspec.Meta(max_length=1024)] = ()
     min_tokens: Count = 0
-    stop: tuple[str, ...] = ()
+    stop: Annotated[tuple[Annotated[str, msgspec.Meta(max_length=256)], ...], msgspec.Meta(max_length=MAX_STOPS)] = ()
 
 
 class EngineSpec(Part, frozen=True):

@@ -38,7 +38,7 @@ class Held(Part, frozen=True):
 
     sample_id: int
     epoch: int
-    length: int
+    length: Count
 
 
 class Chunk(Part, frozen=True):
@@ -118,8 +118,8 @@ class WeightsLoaded(Message, frozen=True):
 
     version: int
     root: bytes
-    pull_s: float = 0.0
-    load_s: float = 0.0
+    pull_s: Rate = 0.0
+    load_s: Rate = 0.0
     cache_tokens: Count = 0
     best_batch: Count = 0
 

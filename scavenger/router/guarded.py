@@ -1,0 +1,57 @@
+"""A run's policy whose fault ends nothing: the run goes on with the standard one. Pure.
+
+What a policy learns from comes from peers, and what it does with it is much arithmetic. A fault in it concerns one run's speed and must not
+end the daemon of all. In tests and in the simulator policies are not guarded: there a fault is to be seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from scavenger.router.policy import Fact, Move, NewPolicy, Placement, RouterPolicy, RunView, Standard, WindowDecision
+
+#: Told once for each fault: the run's name, and what was raised.
+Told = Callable[[str, Exception], None]
+
+
+class Guarded:
+    """A `RouterPolicy`: `inner` as long as it answers, and `Standard` from its first fault on."""
+
+    def __init__(self, run: str, inner: RouterPolicy, told: Told) -> None:
+        self._run, self._told = run, told
+        self.inner = inner
+
+    @property
+    def every_s(self) -> float:
+        return self.inner.every_s
+
+    def place(self, view: RunView, now: float) -> Sequence[Placement]:
+        return self._ask("place", view, now)  # type: ignore[no-any-return]  # what the method asked gives
+
+    def rebalance(self, view: RunView, now: float) -> Sequence[Move]:
+        return self._ask("rebalance", view, now)  # type: ignore[no-any-return]
+
+    def window(self, view: RunView, now: float) -> WindowDecision | None:
+        return self._ask("window", view, now)  # type: ignore[no-any-return]
+
+    def engines(self, view: RunView, now: float) -> tuple[int, str]:
+        return self._ask("engines", view, now)  # type: ignore[no-any-return]
+
+    def observe(self, fact: Fact, now: float) -> None:
+        self._ask("observe", fact, now)
+
+    def _ask(self, what: str, *given: Any) -> Any:
+        try:
+            return getattr(self.inner, what)(*given)
+        except Exception as error:
+            if type(self.inner) is Standard:  # nothing is left to go on with
+                raise
+            self._told(self._run, error)
+            self.inner = Standard()
+            return getattr(self.inner, what)(*given)
+
+
+def guarded(new: NewPolicy, told: Told) -> NewPolicy:
+    """The same policies, guarded."""
+    return lambda run: Guarded(run, new(run), told)

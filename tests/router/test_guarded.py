@@ -1,0 +1,86 @@
+"""What peers say can make a policy fail, and a message too large: one run's trouble, never the daemon's end."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from scavenger import daemon, wire
+from scavenger.config import RouterSection
+from scavenger.errors import WireError
+from scavenger.ledger import experience
+from scavenger.router import policy as seam
+from scavenger.router import runs, steps
+from scavenger.router.guarded import Guarded, guarded
+from scavenger.router.policy import PlainView, Standard, StepView
+from scavenger.router.predictive import Predictive
+from tests.router.harness import SOURCE, root, started
+
+
+class Broken(Standard):
+    def observe(self, fact: seam.Fact, now: float) -> None:
+        raise ZeroDivisionError
+
+    def engines(self, view: seam.RunView, now: float) -> tuple[int, str]:
+        return 7, "still whole"
+
+
+def test_a_policy_that_fails_is_replaced_once_and_told() -> None:
+    told: list[tuple[str, str]] = []
+    policy = guarded(lambda _run: Broken(), lambda run, error: told.append((run, type(error).__name__)))("r")
+    view = PlainView(step=StepView(step=1, samples=8))
+    assert policy.engines(view, 0.0) == (7, "still whole")
+    for _ in range(3):
+        policy.observe(seam.Toggled(1, True, 1.0), 0.0)
+    assert told == [("r", "ZeroDivisionError")]
+    assert policy.engines(view, 0.0)[0] == 1
+    assert (policy.place(view, 0.0), policy.rebalance(view, 0.0), policy.window(view, 0.0)) == ([], (), None)
+
+
+def test_a_fault_of_the_standard_policy_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Standard, "observe", Broken.observe)
+    with pytest.raises(ZeroDivisionError):
+        Guarded("r", Standard(), lambda *_: None).observe(seam.Toggled(1, True, 1.0), 0.0)
+
+
+@pytest.mark.parametrize("bad", [{"seconds_train": -1.0}, {"seconds_update": -1.0}, {"seconds": math.nan, "seconds_publish": -math.inf}])
+def test_times_that_cannot_be_reach_no_policy(bad: dict[str, float]) -> None:
+    kept = steps._seconds_are_times(bad | {"loss": -1.0})
+    assert kept == {"loss": -1.0}
+    Predictive("r").observe(seam.StepFinished(1, "train", kept), 1.0)
+
+
+def test_lengths_below_zero_and_endless_stop_texts_are_no_messages() -> None:
+    good = wire.encode(wire.Heartbeat((wire.Held(1, 1, 5),), 1, 1))
+    assert isinstance(wire.decode_to_daemon(good), wire.Heartbeat)
+    with pytest.raises(WireError):
+        wire.decode_to_daemon(wire.encode(wire.Heartbeat((wire.Held(1, 1, -(10**9)),), 1, 1)))
+    many = wire.GroupSpec(0, wire.pack_tokens([1]), 1, wire.Sampling(4, stop=("x",) * 65))
+    with pytest.raises(WireError):
+        wire.decode_to_daemon(wire.encode(wire.Call(1, "r", 1, wire.SubmitGroups(1, 1, "train", (many,)))))
+
+
+def test_a_manifest_that_no_engine_could_be_sent_is_denied(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = started()
+    monkeypatch.setattr(runs, "MAX_MANIFEST_BYTES", 4)
+    body = wire.PublishVersion(2, 1, root(2), b"12345", (SOURCE,))
+    run = next(iter(bench.router.core.runs.values()))
+    answer = runs._publish(bench.router.core, run, body)
+    assert isinstance(answer, wire.Denied)
+    assert "a manifest of 5 bytes" in answer.reason
+
+
+def test_a_past_that_makes_no_sense_leaves_a_policy_with_its_priors(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nonsense(*_: Any) -> Any:
+        raise TypeError("'>' not supported between instances of 'NoneType' and 'int'")
+
+    monkeypatch.setattr(experience, "read", nonsense)
+    bench = started()
+    run = next(iter(bench.router.core.runs.values()))
+    before = run.policy
+    here: Any = SimpleNamespace(config=SimpleNamespace(router=RouterSection()), _policy_failed=lambda *_: None)
+    daemon.Daemon._recall(here, bench.router, SimpleNamespace(engine=None))  # type: ignore[arg-type]  # a writer's one member
+    assert run.policy is before
