@@ -286,6 +286,8 @@ class _Stream(threading.Thread):
         data = self._into[: answer.nbytes]
         pull.nbytes += answer.nbytes
         if answer.delta:
+            if answer.chunk not in pull.transfer.holders[index].asked:  # only this thread asks on it and takes back
+                raise WireError("a delta that was not asked for")
             data = self._from_delta(answer.chunk, data)
         good = pull.transfer.matches(answer.chunk, data)
         if answer.delta and not good and self._bad_deltas < 2 * pull.limits.window:
@@ -314,8 +316,9 @@ class _Stream(threading.Thread):
         made = self._made[: stop - start]
         try:
             delta.apply_chain(base[1].view[start:stop], encoded, made)
-        except WeightsError as error:
-            _log.warning("weights.bad_delta", source=self.source.endpoint, chunk=chunk, reason=error.cause)
+        except (WeightsError, MemoryError) as error:
+            reason = error.cause if isinstance(error, WeightsError) else "no memory to unpack it"
+            _log.warning("weights.bad_delta", source=self.source.endpoint, chunk=chunk, reason=reason)
             return encoded[:0]
         self._pull.deltas += 1
         return made

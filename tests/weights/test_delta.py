@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import struct
+import tracemalloc
 
 import numpy as np
 import pytest
+import zstandard
 
-from scavenger import keys
-from scavenger.errors import WeightsError
+from scavenger import keys, wire
+from scavenger.errors import WeightsError, WireError
 from scavenger.weights import delta
 from scavenger.weights import manifest as manifests
 from scavenger.weights.deltas import Deltas
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
-from scavenger.weights.pull import Pull
+from scavenger.weights.protocol import Part
+from scavenger.weights.pull import Pull, _Stream
 from scavenger.weights.source import WeightSource
 from scavenger.weights.transfer import Limits
 
@@ -75,15 +79,51 @@ def test_garbage_is_refused_or_makes_other_bytes_but_never_more(seed: int) -> No
 
 
 def test_a_bomb_is_refused() -> None:
-    import struct
-
-    import zstandard
-
     packed = zstandard.ZstdCompressor().compress(bytes(1 << 26))
     for count in (1, CHUNK // 2):
         bomb = struct.pack("<BBI", 2, 1, count) + packed
         with pytest.raises(WeightsError):
             delta.apply_chain(memoryview(bytes(CHUNK)), memoryview(delta.chain([bomb])), memoryview(bytearray(CHUNK)))
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_bomb_is_refused_before_memory_is_taken_for_it(named: bool) -> None:
+    """The library allots what a frame names, beyond `max_output_size`; and one that names nothing is none of ours."""
+    packed = zstandard.ZstdCompressor(write_content_size=named).compress(bytes(1 << 26))
+    bomb = memoryview(delta.chain([struct.pack("<BBI", 2, 1, CHUNK // 2) + packed]))
+    old, out = memoryview(bytes(CHUNK)), memoryview(bytearray(CHUNK))
+    tracemalloc.start()
+    try:
+        with pytest.raises(WeightsError, match=f"a delta of {1 << 26 if named else -1} bytes"):
+            delta.apply_chain(old, bomb, out)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("failure", [WeightsError("no delta"), MemoryError()])
+def test_a_delta_that_cannot_be_unpacked_costs_the_base_and_not_the_pull(monkeypatch: pytest.MonkeyPatch, failure: Exception) -> None:
+    versions = history(2)
+
+    def fails(*_: object) -> None:
+        raise failure
+
+    with WeightSource(local=False, deltas=4) as source:
+        for manifest, buffer in versions:
+            source.publish(manifest, buffer)
+            source.deltas.wait()
+        monkeypatch.setattr(delta, "apply_chain", fails)
+        assert fetch(versions[0], versions[1][0], source, versions[1][1]).base is None
+
+
+def test_a_delta_of_a_chunk_that_was_not_asked_is_not_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    (first, one), (second, _) = history(2)
+    work = Pull(second, keys.generate(), base=(first, one))
+    stream = _Stream(work, work.transfer.add_holder(0, 0.0), wire.WeightSource("tcp://127.0.0.1:1", "", b""))
+    monkeypatch.setattr(delta, "apply_chain", lambda *_: pytest.fail("it was unpacked"))
+    with pytest.raises(WireError, match="not asked for"):
+        stream._take(Part(second.version, 3, 100, delta=True))
+    assert work.base is not None
 
 
 def version(number: int, data: bytes) -> tuple[Manifest, Buffer]:
