@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+import threading
 import tracemalloc
 
 import numpy as np
@@ -210,6 +211,31 @@ def test_what_is_not_encoded_yet_is_sent_whole_and_another_layout_has_no_deltas(
     deltas.published(other, blob)
     deltas.wait()
     assert deltas.find(second.root, other.root, 0, CHUNK) is None
+
+
+def test_weights_that_come_back_lead_nobody_round_for_ever() -> None:
+    (first, one), (second, two) = history(2)
+    deltas = Deltas(4)
+    for manifest, buffer in ((first, one), (second, two), (first, one)):  # A, B, A again
+        deltas.published(manifest, buffer.view)
+        deltas.wait()
+    answers: list[bytes | None] = []
+    asking = threading.Thread(target=lambda: answers.append(deltas.find(b"unknown", first.root, 0, CHUNK)), daemon=True)
+    asking.start()
+    asking.join(5.0)
+    deltas._steps.clear()  # ends it where it goes on
+    assert answers == [None]
+    assert not asking.is_alive()
+
+
+def test_the_way_back_to_weights_that_were_is_found() -> None:
+    (first, one), (second, two) = history(2)
+    deltas = Deltas(4)
+    for manifest, buffer in ((first, one), (second, two), (first, one)):
+        deltas.published(manifest, buffer.view)
+        deltas.wait()
+    assert deltas.find(second.root, first.root, 0, CHUNK) is not None
+    assert deltas.find(first.root, second.root, 0, CHUNK) is not None
 
 
 def test_only_the_last_steps_are_kept() -> None:
