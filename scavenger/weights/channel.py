@@ -143,7 +143,8 @@ class FileChannel:
         self._asking = asking
         self._asked: deque[int] = deque()  # -1: what is there
         self._has: bytes | None = None  # None: everything
-        self._lock = threading.Lock()
+        self._owner = threading.get_ident()
+        self._closing = False
 
     @classmethod
     def open(cls, path: str, manifest: Manifest) -> FileChannel:
@@ -192,24 +193,24 @@ class FileChannel:
             return self._asking.answer(into, heard)
         start, stop = self._manifest.chunk_range(chunk)
         done = start
-        with self._lock:
-            while done < stop and self._fd >= 0:
-                got = os.preadv(self._fd, [into[done - start : stop - start]], done)
-                if not got:
-                    return NoSuch(self._manifest.version, chunk, f"the file ends at byte {done}")
-                done += got
-                heard()
+        while done < stop and not self._closing:
+            got = os.preadv(self._fd, [into[done - start : stop - start]], done)
+            if not got:
+                return NoSuch(self._manifest.version, chunk, f"the file ends at byte {done}")
+            done += got
+            heard()
         if done < stop:
             raise ConnectionResetError("closed")
         return Part(self._manifest.version, chunk, stop - start)
 
     def close(self) -> None:
-        with self._lock:
-            if self._fd >= 0:
-                os.close(self._fd)
-                self._fd = -1
+        """The descriptor belongs to the thread that opened it: a read may be stuck in it for ever, and who says so must not be."""
+        self._closing = True
         if self._asking is not None:
             self._asking.close()
+        if self._owner == threading.get_ident() and self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
 
 def _regular(fd: int, nbytes: int) -> int:
