@@ -18,6 +18,7 @@ from scavenger import keys, wire
 from scavenger.errors import WeightsError
 from scavenger.weights import manifest as manifests
 from scavenger.weights import protocol
+from scavenger.weights import source as sources
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer, Pool
 from scavenger.weights.protocol import TOKEN_NBYTES, Holds, NoSuch, Part, decode_answer, decode_request, encode
@@ -478,6 +479,69 @@ def test_garbage_is_counted_and_a_stalled_receiver_holds_nobody_up(source: Weigh
     finally:
         staller_zmq.close()
         context.term()
+
+
+def connected(address: wire.WeightSource) -> socket.socket:
+    host, _, port = address.endpoint.removeprefix("tcp://").rpartition(":")
+    return socket.create_connection((host, int(port)), 5.0)
+
+
+def prove(sock: socket.socket, address: wire.WeightSource) -> None:
+    frame = protocol.have(address.token, 1)
+    sock.sendall(len(frame).to_bytes(4, "little") + frame)
+    size = int.from_bytes(sock.recv(4, socket.MSG_WAITALL), "little")
+    assert isinstance(decode_answer(sock.recv(size, socket.MSG_WAITALL)), Holds)
+
+
+def test_strangers_that_take_every_connection_keep_no_receiver_out(tcp: WeightSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "MAX_CONNECTIONS", 4)
+    manifest, blob = version(1)
+    address = tcp.publish(manifest, blob)
+    with contextlib.ExitStack() as stack:
+        known = stack.enter_context(connected(address))
+        prove(known, address)
+        for _ in range(12):
+            stack.enter_context(connected(address))
+        assert get(manifest, address) == blob
+        assert tcp.stats.dropped > 0
+        prove(known, address)  # who has proven itself is not the one that makes room
+
+
+def test_a_network_full_of_receivers_leaves_room_for_the_neighbours(tcp: WeightSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "MAX_CONNECTIONS", 2)
+    manifest, blob = version(1)
+    buffer = Buffer(len(blob))
+    buffer.view[:] = blob
+    address = tcp.publish(manifest, buffer)
+    with connected(address) as one, connected(address) as two:
+        prove(one, address)
+        prove(two, address)
+        with connected(address) as third:
+            assert third.recv(1) == b"", "there is no room"
+        assert get(manifest, address) == blob
+        assert tcp.stats.mapped > 0
+
+
+def drip(sock: socket.socket, piece: bytes, for_s: float) -> None:
+    until = time.monotonic() + for_s
+    while time.monotonic() < until:
+        sock.sendall(piece)
+        time.sleep(0.02)
+
+
+def test_a_connection_that_proves_nothing_ends_however_it_drips(tcp: WeightSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "UNPROVEN_S", 0.5)
+    manifest, blob = version(1)
+    address = tcp.publish(manifest, blob)
+    with connected(address) as known, connected(address) as silent, connected(address) as dripping, connected(address) as wrong:
+        prove(known, address)
+        dripping.sendall((500).to_bytes(4, "little"))
+        guess = protocol.have(bytes(TOKEN_NBYTES), 1)
+        for sock, piece in ((dripping, b"x"), (wrong, len(guess).to_bytes(4, "little") + guess)):
+            with pytest.raises((ConnectionResetError, BrokenPipeError)):
+                drip(sock, piece, 10.0)
+        assert silent.recv(1) == b""
+        prove(known, address)
 
 
 def dealer(context: zmq.Context[zmq.Socket[bytes]], address: wire.WeightSource) -> zmq.Socket[bytes]:
