@@ -284,8 +284,6 @@ class _Stream(threading.Thread):
 
     def _take(self, answer: Part | NoSuch | Holds) -> None:
         pull, index = self._pull, self._index
-        if self.left:
-            return
         if answer.version != pull.manifest.version:
             raise WireError("an answer that was not asked for")
         if isinstance(answer, Holds):
