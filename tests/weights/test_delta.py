@@ -7,13 +7,14 @@ import struct
 import threading
 import tracemalloc
 
+import msgspec
 import numpy as np
 import pytest
 import zstandard
 
 from scavenger import keys, wire
 from scavenger.errors import WeightsError, WireError
-from scavenger.weights import delta
+from scavenger.weights import delta, protocol
 from scavenger.weights import manifest as manifests
 from scavenger.weights.deltas import Deltas
 from scavenger.weights.manifest import Manifest
@@ -247,3 +248,12 @@ def test_only_the_last_steps_are_kept() -> None:
     roots = [manifest.root for manifest, _ in versions]
     assert deltas.find(roots[3], roots[5], 0, CHUNK) is not None
     assert deltas.find(roots[2], roots[5], 0, CHUNK) is None
+
+
+def test_a_request_is_proven_with_the_weights_that_it_names() -> None:
+    token = bytes(range(32))
+    asked = protocol.decode_request(protocol.get(token, 1, 2, b"parent"))
+    assert protocol.proven(asked, token)
+    for other in (b"", b"paren", b"other"):
+        assert not protocol.proven(msgspec.structs.replace(asked, parent=other), token)
+    assert protocol.proven(protocol.decode_request(protocol.get(token, 1, 2)), token)
