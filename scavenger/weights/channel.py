@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import stat
 import struct
 import threading
 import time
@@ -30,6 +31,7 @@ from scavenger.keys import KeyPair
 from scavenger.weights import protocol
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.protocol import MAX_ANSWER_BYTES, Answer, Holds, NoSuch, Part
+from scavenger.weights.spool import BLOB
 
 CONNECT_S = 5.0
 LOOK_S = 0.1  # how long a receiver waits for bytes before it looks at the clock
@@ -141,11 +143,19 @@ class FileChannel:
         self._asking = asking
         self._asked: deque[int] = deque()  # -1: what is there
         self._has: bytes | None = None  # None: everything
-        self._lock = threading.Lock()
+        self._owner = threading.get_ident()
+        self._closing = False
 
     @classmethod
     def open(cls, path: str, manifest: Manifest) -> FileChannel:
-        return cls(os.open(path, os.O_RDONLY | os.O_CLOEXEC), manifest)
+        """A spooled version's bytes. Who names the path does not choose what is opened: only what a spool writes, and no wait for a FIFO.
+
+        Raises `WireError` for anything else, `OSError` where there is nothing.
+        """
+        if os.path.basename(path) != BLOB:
+            raise WireError(f"{path!r} is no spooled version's {BLOB}")
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        return cls(_regular(fd, manifest.total_nbytes), manifest)
 
     @classmethod
     def neighbour(cls, source: wire.WeightSource, manifest: Manifest, patience_s: float) -> FileChannel:
@@ -160,7 +170,8 @@ class FileChannel:
             _, fds, _, _ = socket.recv_fds(sock, 1, 1)
             if not fds:
                 raise WireError("the neighbour passes no memory of this version")
-            return cls(fds[0], manifest, TcpChannel(sock, manifest.version, source.token, patience_s))
+            fd = _regular(fds[0], max(manifest.total_nbytes, 1))  # an empty version's memory has one byte
+            return cls(fd, manifest, TcpChannel(sock, manifest.version, source.token, patience_s))
         except BaseException:
             sock.close()
             raise
@@ -182,24 +193,34 @@ class FileChannel:
             return self._asking.answer(into, heard)
         start, stop = self._manifest.chunk_range(chunk)
         done = start
-        with self._lock:
-            while done < stop and self._fd >= 0:
-                got = os.preadv(self._fd, [into[done - start : stop - start]], done)
-                if not got:
-                    return NoSuch(self._manifest.version, chunk, f"the file ends at byte {done}")
-                done += got
-                heard()
+        while done < stop and not self._closing:
+            got = os.preadv(self._fd, [into[done - start : stop - start]], done)
+            if not got:
+                return NoSuch(self._manifest.version, chunk, f"the file ends at byte {done}")
+            done += got
+            heard()
         if done < stop:
             raise ConnectionResetError("closed")
         return Part(self._manifest.version, chunk, stop - start)
 
     def close(self) -> None:
-        with self._lock:
-            if self._fd >= 0:
-                os.close(self._fd)
-                self._fd = -1
+        """The descriptor belongs to the thread that opened it: a read may be stuck in it for ever, and who says so must not be."""
+        self._closing = True
         if self._asking is not None:
             self._asking.close()
+        if self._owner == threading.get_ident() and self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _regular(fd: int, nbytes: int) -> int:
+    """The descriptor, if it is a regular file's of this size; closed, and a `WireError`, otherwise."""
+    found = os.fstat(fd)
+    if not stat.S_ISREG(found.st_mode) or found.st_size != nbytes:
+        os.close(fd)
+        what = f"a file of {found.st_size} bytes" if stat.S_ISREG(found.st_mode) else "no regular file"
+        raise WireError(f"{what} is given for a version of {nbytes} bytes")
+    return fd
 
 
 class ZmqChannel:

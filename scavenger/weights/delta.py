@@ -92,11 +92,15 @@ def _apply(delta: memoryview, chunk: memoryview) -> None:
         raise WeightsError("a delta that is not one of this chunk")
     nbytes = count * (gap_width + width)
     try:
+        # The library allots what the frame names, whatever `max_output_size` says: so that is looked at first. -1: it names nothing.
+        named = zstandard.frame_content_size(delta[_HEAD.size :])
+        if named != nbytes:
+            raise WeightsError(f"a delta of {named} bytes, its head says {nbytes}")
         raw = zstandard.ZstdDecompressor().decompress(delta[_HEAD.size :], max_output_size=max(nbytes, 1))
     except zstandard.ZstdError as error:
         raise WeightsError(f"a delta that cannot be unpacked: {error}") from error
     if len(raw) != nbytes:
-        raise WeightsError(f"a delta of {len(raw)} bytes, its head says {nbytes}")
+        raise WeightsError(f"a delta of {len(raw)} bytes, its frame names {nbytes}")
     if not count:
         return
     gaps = _from_planes(raw[: count * gap_width], gap_width)

@@ -44,6 +44,7 @@ class Deltas:
         if before is None or not delta.same_layout(before[0], manifest) or before[0].root == manifest.root:
             return
         self.wait(stop=True)  # one that was not ready by now is left as far as it is
+        self._steps.pop(manifest.root, None)  # of an earlier time: this one is the newest now
         step = self._steps[manifest.root] = _Step(before[0].root, manifest.root)
         while len(self._steps) > self._links:
             self._steps.popitem(last=False)
@@ -75,6 +76,8 @@ class Deltas:
         found: list[bytes] = []
         at = root
         while at != parent:
+            if len(found) >= self._links:  # weights that came back, A -> B -> A, lead round for ever
+                return None
             step = self._steps.get(at)
             made = step.chunks.get(chunk) if step is not None else None
             if step is None or made is None:

@@ -45,7 +45,10 @@ class Directory:
     # ---------------------------------------------------------------- what is heard
 
     def hold(self, version: int, worker: int, node: str, source: WeightSource) -> None:
-        """The worker serves the version, or a part of it that grows."""
+        """The worker serves the version, or a part of it that grows. What names a file is not believed: others would open it."""
+        if source.endpoint.startswith("file:"):  # only a publisher's spool is read from disk
+            self.drop(version, worker)
+            return
         known = self._holders.setdefault(version, {})
         present = known.get(worker)
         if present is not None and present.source == source:

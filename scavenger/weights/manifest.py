@@ -143,14 +143,20 @@ def encode(manifest: Manifest) -> bytes:
     return msgspec.msgpack.encode(manifest)
 
 
-def decode(data: bytes, expected_root: bytes | None = None) -> Manifest:
-    """Decode and check a manifest. Raises `WeightsError` when it contradicts itself or is not the one expected."""
+def decode(data: bytes, expected_root: bytes | None = None, *, any_chunk: bool = False) -> Manifest:
+    """Decode and check a manifest. Raises `WeightsError` when it contradicts itself or is not the one expected.
+
+    `any_chunk`: chunks of another size than the blob's own will do. Whoever chose it could make a receiver keep millions of tiny ones.
+    """
     try:
         manifest = msgspec.msgpack.decode(data, type=Manifest)
     except msgspec.MsgspecError as error:
         raise WeightsError(f"not a manifest: {error}") from error
     if not 0 < manifest.chunk_nbytes <= MAX_CHUNK_NBYTES or manifest.total_nbytes < 0:
         raise WeightsError(f"the manifest's sizes are not positive, or its chunks are over {MAX_CHUNK_NBYTES:,} bytes")
+    if not any_chunk and manifest.chunk_nbytes != chunk_nbytes_of(manifest.total_nbytes):
+        size = chunk_nbytes_of(manifest.total_nbytes)
+        raise WeightsError(f"the manifest's sizes: chunks of {manifest.chunk_nbytes} bytes, {manifest.total_nbytes} are cut into {size}")
     offset = 0
     for tensor in manifest.tensors:
         possible = tensor.offset == offset and tensor.dtype in ITEMSIZE and all(side >= 0 for side in tensor.shape)

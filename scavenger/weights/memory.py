@@ -7,13 +7,37 @@ them one fault at a time costs more than receiving what goes into them.
 
 from __future__ import annotations
 
+import fcntl
+import functools
 import mmap
 import os
+
+import structlog
 
 from scavenger.errors import WeightsError
 
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14; Python has no name for it yet
 _STEP = 8 << 20
+_SEAL_FUTURE_WRITE = 0x10  # F_SEAL_FUTURE_WRITE, Linux 5.1; likewise
+_SIZE_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_log = structlog.get_logger(__name__)
+
+
+def _seal(fd: int) -> None:
+    """From here on only the mapping that there is writes, and the size stays: a neighbour could open what it was handed again, to write.
+
+    What a kernel without the seal leaves open is told once.
+    """
+    try:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS | _SEAL_FUTURE_WRITE)
+    except OSError as error:
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SIZE_SEALS)
+        _tell_unsealed(str(error))
+
+
+@functools.cache
+def _tell_unsealed(reason: str) -> None:
+    _log.warning("weights.memory_writable", reason=f"a process of this user on this node could write it: {reason}", remedy="Linux 5.1")
 
 
 class Buffer:
@@ -21,9 +45,10 @@ class Buffer:
 
     def __init__(self, nbytes: int) -> None:
         try:
-            self.fd = os.memfd_create("scavenger-weights", os.MFD_CLOEXEC)
+            self.fd = os.memfd_create("scavenger-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(self.fd, max(nbytes, 1))
             self._map = mmap.mmap(self.fd, max(nbytes, 1))
+            _seal(self.fd)
         except OSError as error:
             raise WeightsError(f"no memory for {nbytes:,} bytes of weights: {error}", "give the engine's job more memory") from error
         self.nbytes = nbytes

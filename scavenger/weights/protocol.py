@@ -82,12 +82,12 @@ _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
-def _proof(token: bytes, what: str, version: int, chunk: int) -> bytes:
-    return blake3.blake3(f"{what} {version} {chunk}".encode(), key=token).digest(length=16)
+def _proof(token: bytes, what: str, version: int, chunk: int, parent: bytes = b"") -> bytes:
+    return blake3.blake3(f"{what} {version} {chunk} {parent.hex()}".encode(), key=token).digest(length=16)
 
 
 def get(token: bytes, version: int, chunk: int, parent: bytes = b"") -> bytes:
-    return _encoder.encode(Get(version, chunk, _proof(token, "get", version, chunk), parent))
+    return _encoder.encode(Get(version, chunk, _proof(token, "get", version, chunk, parent), parent))
 
 
 def have(token: bytes, version: int) -> bytes:
@@ -100,8 +100,8 @@ def map_(token: bytes, version: int) -> bytes:
 
 def proven(request: Request, token: bytes) -> bool:
     """Whether the request was made by one who knows `token`."""
-    chunk = request.chunk if isinstance(request, Get) else -1
-    return secrets.compare_digest(request.proof, _proof(token, type(request).__name__.lower(), request.version, chunk))
+    chunk, parent = (request.chunk, request.parent) if isinstance(request, Get) else (-1, b"")
+    return secrets.compare_digest(request.proof, _proof(token, type(request).__name__.lower(), request.version, chunk, parent))
 
 
 def encode(message: Answer) -> bytes:

@@ -2,7 +2,8 @@
 
 Owns the threads and connections of one pull; `transfer` decides. One thread a connection: receiving, hashing and copying run outside the
 interpreter's lock, so they overlap. A chunk is received into the thread's own memory, hashed there, and only then copied into place.
-Every wait ends: a connection is closed when it is silent for `stall_s`, the pull at its deadline, with what is missing and why.
+Every wait ends: a connection is closed when it is silent for `stall_s`, the pull at its deadline, with what is missing and why. A thread
+that cannot be woken (a read of a filesystem that is gone) is left behind; it changes nothing any more.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ _log = structlog.get_logger(__name__)
 _IDLE_S = 0.02  # how soon a connection without work looks whether there is some again
 _LOOK_S = channels.LOOK_S  # also how often a partial holder is asked what it has
 MAX_SOURCES = 16
+JOIN_S = 1.0  # how long a pull that is over waits for its connections to end
 
 
 class Pull:
@@ -71,12 +73,13 @@ class Pull:
         self.context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._sources: list[wire.WeightSource] = []
         self._streams: list[_Stream] = []
+        self._stuck: list[_Stream] = []  # of earlier tries
         self._told: Callable[[], None] = lambda: None
 
     def offer(self, sources: Sequence[wire.WeightSource]) -> None:
         """Pull from these too. A source that is known already goes on as it does, or is tried again if it was given up."""
         with self.lock:
-            busy = {stream.source for stream in self._streams if stream.is_alive()}
+            busy = {stream.source for stream in (*self._streams, *self._stuck) if stream.is_alive()}
             fresh = [source for source in dict.fromkeys(sources) if source not in busy][: MAX_SOURCES - len(busy)]
             share = max(1, self.limits.streams // max(1, len(fresh)))
             for source in fresh:
@@ -125,6 +128,7 @@ class Pull:
         """Make a pull that ended ready for further sources; what is here stays. `manifest`: the same weights under another number."""
         self.manifest = manifest or self.manifest
         self.ended.clear()
+        self._stuck = [stream for stream in (*self._stuck, *self._streams) if stream.is_alive()]
         self._sources, self._streams = [], []
         old = self.transfer
         self.transfer = old.resumed(self.manifest, self.clock())
@@ -149,9 +153,20 @@ class Pull:
         await asyncio.shield(asyncio.to_thread(self._join, streams))
 
     def _join(self, streams: Sequence[_Stream]) -> None:
+        """A read of a filesystem that is gone never ends: such a stream is left behind, and with it what it refers to.
+
+        It refers to this pull and so has a view of the memory, which the pool does not give out again as long as it does.
+        """
+        until = time.monotonic() + JOIN_S
         for stream in streams:
-            stream.join()
-        if self.context is not None:
+            stream.join(max(0.0, until - time.monotonic()))
+        with self.lock:
+            stuck = [stream for stream in streams if stream.is_alive()]
+            for stream in stuck:
+                stream.left = True
+        for stream in stuck:
+            _log.warning("weights.stuck", source=stream.source.endpoint, reason=f"it did not end within {JOIN_S:g} s")
+        if self.context is not None and not stuck:  # else it stays for the next try
             self.context.destroy(linger=0)
             self.context = None
 
@@ -188,6 +203,8 @@ class _Stream(threading.Thread):
         self.source = source
         self._pull = pull
         self._index = index
+        self._transfer = pull.transfer  # not the next one's, when this is left behind
+        self.left = False  # the pull went on without it (under its lock): what it still gets is of no use
         self._channel: Channel | None = None
         self._into = memoryview(bytearray(pull.manifest.chunk_nbytes))
         self._made: memoryview | None = None  # where deltas are applied
@@ -205,9 +222,9 @@ class _Stream(threading.Thread):
     def run(self) -> None:
         """Ask and take until the version is complete, the pull ends or this source is given up."""
         pull, index = self._pull, self._index
-        holder = pull.transfer.holders[index]
+        holder = self._transfer.holders[index]
         try:
-            while not (pull.ended.is_set() or pull.transfer.complete() or holder.given_up):
+            while not (self.left or pull.ended.is_set() or self._transfer.complete() or holder.given_up):
                 resting = holder.resting_until - pull.clock()
                 if resting > 0:
                     pull.ended.wait(min(resting, _LOOK_S))
@@ -223,22 +240,24 @@ class _Stream(threading.Thread):
     def _lost(self, reason: str) -> None:
         self._disconnect()
         pull = self._pull
-        if not pull.ended.is_set():
+        if not (self.left or pull.ended.is_set()):
             if reason != self._complaint:  # once, not each time that it is tried again
                 _log.warning("weights.lost", source=self.source.endpoint, reason=reason)
             self._complaint = reason
             with pull.lock:
-                pull.transfer.lost(self._index, f"{self.source.endpoint}: {reason}", pull.clock())
+                self._transfer.lost(self._index, f"{self.source.endpoint}: {reason}", pull.clock())
 
     def _turn(self) -> None:
         """Ask what can be asked; take one answer, or wait a moment."""
         pull, index = self._pull, self._index
         channel = self._connected()
+        if self.left:
+            return
         now = pull.clock()
         with pull.lock:
-            chunks = pull.transfer.ask(index, now) if self._known else []
-            partial = pull.transfer.is_partial(pull.transfer.holders[index].source)
-            asked = bool(pull.transfer.holders[index].asked)
+            chunks = self._transfer.ask(index, now) if self._known else []
+            partial = self._transfer.is_partial(self._transfer.holders[index].source)
+            asked = bool(self._transfer.holders[index].asked)
         base = pull.base
         if self._have_at is None or (partial and not self._have_due and now - self._have_at >= _LOOK_S):
             channel.ask_have()
@@ -253,7 +272,7 @@ class _Stream(threading.Thread):
             self._take(answer)
             return
         with pull.lock:
-            silent = pull.transfer.stalled(index, pull.clock())
+            silent = self._transfer.stalled(index, pull.clock())
         if silent:
             _log.warning("weights.stalled", source=self.source.endpoint)
             self._disconnect()
@@ -261,7 +280,7 @@ class _Stream(threading.Thread):
             raise WireError(f"no answer for {pull.limits.stall_s:g} s")
 
     def _heard(self) -> None:
-        self._pull.transfer.heard(self._index, self._pull.clock())
+        self._transfer.heard(self._index, self._pull.clock())
 
     def _take(self, answer: Part | NoSuch | Holds) -> None:
         pull, index = self._pull, self._index
@@ -271,33 +290,37 @@ class _Stream(threading.Thread):
             self._have_due, self._known = False, True
             found = channels.bitmap(answer, len(pull.manifest.chunk_hashes))
             with pull.lock:
-                source = pull.transfer.holders[index].source
-                pull.transfer.know(source, None if found is None else _mask(found, len(pull.manifest.chunk_hashes)))
+                source = self._transfer.holders[index].source
+                self._transfer.know(source, None if found is None else _mask(found, len(pull.manifest.chunk_hashes)))
             return
         if isinstance(answer, NoSuch):
             with pull.lock:
                 if answer.absent:
-                    pull.transfer.absent(index, answer.chunk, pull.clock())
+                    self._transfer.absent(index, answer.chunk, pull.clock())
                 else:
-                    pull.transfer.refused(index, answer.chunk, answer.reason, pull.clock())
+                    self._transfer.refused(index, answer.chunk, answer.reason, pull.clock())
             if answer.chunk < 0:
                 self._disconnect()  # it is asked again on the next one
             return
         data = self._into[: answer.nbytes]
         pull.nbytes += answer.nbytes
         if answer.delta:
+            if answer.chunk not in self._transfer.holders[index].asked:  # only this thread asks on it and takes back
+                raise WireError("a delta that was not asked for")
             data = self._from_delta(answer.chunk, data)
-        good = pull.transfer.matches(answer.chunk, data)
+        good = self._transfer.matches(answer.chunk, data)
         if answer.delta and not good and self._bad_deltas < 2 * pull.limits.window:
             # Whether the delta or what is here is wrong: whole chunks are right. Those that are under way already are let go.
             pull.base, self._bad_deltas = None, self._bad_deltas + 1
             with pull.lock:
-                pull.transfer.returned(index, answer.chunk, pull.clock())
+                self._transfer.returned(index, answer.chunk, pull.clock())
             return
-        if good and not pull.transfer.here[answer.chunk]:
-            pull.transfer.write(answer.chunk, data)
+        if good and not self._transfer.here[answer.chunk]:
+            self._transfer.write(answer.chunk, data)
         with pull.lock:
-            verdict = pull.transfer.settle(index, answer.chunk, good, pull.clock())
+            if self.left:  # what is here is shared with the transfer that goes on
+                return
+            verdict = self._transfer.settle(index, answer.chunk, good, pull.clock())
         if verdict is Verdict.CORRUPT:
             _log.warning("weights.corrupt", source=self.source.endpoint, chunk=answer.chunk)
         elif verdict is Verdict.ACCEPTED:
@@ -314,8 +337,9 @@ class _Stream(threading.Thread):
         made = self._made[: stop - start]
         try:
             delta.apply_chain(base[1].view[start:stop], encoded, made)
-        except WeightsError as error:
-            _log.warning("weights.bad_delta", source=self.source.endpoint, chunk=chunk, reason=error.cause)
+        except (WeightsError, MemoryError) as error:
+            reason = error.cause if isinstance(error, WeightsError) else "no memory to unpack it"
+            _log.warning("weights.bad_delta", source=self.source.endpoint, chunk=chunk, reason=reason)
             return encoded[:0]
         self._pull.deltas += 1
         return made
@@ -341,6 +365,8 @@ class _Stream(threading.Thread):
         if not source.server_key:
             return TcpChannel.connect(source, version, patience)
         with pull.lock:
+            if self.left:
+                raise WireError("the pull is over")
             if pull.context is None:
                 pull.context = zmq.Context()
             context = pull.context
@@ -354,7 +380,7 @@ class _Stream(threading.Thread):
         if isinstance(channel, ZmqChannel):
             channel.end()
         with self._pull.lock:
-            self._pull.transfer.hung_up(self._index)
+            self._transfer.hung_up(self._index)
 
 
 def _mask(bitmap: bytes, chunks: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:

@@ -21,14 +21,15 @@ from scavenger.weights.channel import boot_id, read_exactly, send_frame, set_tim
 from scavenger.weights.deltas import Deltas
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
-from scavenger.weights.protocol import MAX_REQUEST_BYTES, Map, decode_request, encode
+from scavenger.weights.protocol import MAX_REQUEST_BYTES, Map, NoSuch, decode_request, encode
 from scavenger.weights.shelf import Shelf, SourceStats
 from scavenger.weights.source_zmq import CurveServer
 
 IDLE_S = 60.0
 SEND_S = 30.0
 LEASE_S = 15.0
-MAX_CONNECTIONS = 256
+MAX_CONNECTIONS = 256  # over the network; and as many again from this node
+UNPROVEN_S = 5.0  # a connection that has not shown that it knows a token ends after so long in all
 _PIECE = 256 << 10  # a paced source sends so much at a time
 _log = structlog.get_logger(__name__)
 
@@ -58,7 +59,7 @@ class WeightSource:
         self._pace = _Pace(nbytes_per_s)
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._open: dict[int, tuple[socket.socket, threading.Thread]] = {}
+        self._open: dict[int, _Connection] = {}
         self._listeners: list[tuple[socket.socket, threading.Thread]] = []
         self._closed = threading.Event()
         host = advertise or (socket.gethostname() if listen == "0.0.0.0" else listen)
@@ -133,7 +134,7 @@ class WeightSource:
         """Stop serving and release the ports. Idempotent."""
         self._closed.set()
         with self._lock:
-            threads = [*self._listeners, *self._open.values()]
+            threads = [*self._listeners, *((one.sock, one.thread) for one in self._open.values())]
         for sock, _ in threads:
             with contextlib.suppress(OSError):  # a listener is not connected; a receiver may have gone
                 sock.shutdown(socket.SHUT_RDWR)
@@ -176,27 +177,43 @@ class WeightSource:
                 return
             number = next(self._numbers)
             with self._lock:
-                if self._closed.is_set() or len(self._open) >= MAX_CONNECTIONS:
+                if self._closed.is_set() or not self._room(sock.family):
                     self.stats.dropped += 1
                     sock.close()
                     continue
-                thread = threading.Thread(target=self._serve, args=(sock, number), name=f"weights-serve-{number}", daemon=True)
-                self._open[number] = (sock, thread)
-                thread.start()
+                one = self._open[number] = _Connection(sock)
+                one.thread = threading.Thread(target=self._serve, args=(one, number), name=f"weights-serve-{number}", daemon=True)
+                one.thread.start()
 
-    def _serve(self, sock: socket.socket, number: int) -> None:
+    def _room(self, family: int) -> bool:
+        """Whether one more of this kind may come: the oldest that has proven nothing makes room for it. Under the lock."""
+        same = [one for one in self._open.values() if one.sock.family == family and not one.evicted]
+        if len(same) < MAX_CONNECTIONS:
+            return True
+        oldest = next((one for one in same if not one.proven), None)
+        if oldest is None:
+            return False
+        oldest.evicted = True
+        self.stats.dropped += 1
+        with contextlib.suppress(OSError):  # it is ending by itself
+            oldest.sock.shutdown(socket.SHUT_RDWR)
+        return True
+
+    def _serve(self, one: _Connection, number: int) -> None:
+        sock = one.sock
         try:
-            set_timeouts(sock, 1.0, SEND_S)
+            set_timeouts(sock, min(1.0, UNPROVEN_S), UNPROVEN_S)
             if sock.family != socket.AF_UNIX:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             frame = memoryview(bytearray(MAX_REQUEST_BYTES))
             while not self._closed.is_set():
-                read_exactly(sock, frame[:4], _nothing, IDLE_S)
+                one.look()
+                read_exactly(sock, frame[:4], one.look, one.patience_s())
                 size = int.from_bytes(frame[:4], "little")
                 if size > MAX_REQUEST_BYTES:
                     raise WireError(f"a weights request of {size} bytes is over the limit of {MAX_REQUEST_BYTES}")
-                read_exactly(sock, frame[:size], _nothing, IDLE_S)
-                self._answer(sock, frame[:size], number)
+                read_exactly(sock, frame[:size], one.look, one.patience_s())
+                self._answer(one, frame[:size], number)
         except WireError as error:
             self.stats.malformed += 1
             _log.warning("weights.malformed", reason=error.cause)
@@ -208,12 +225,14 @@ class WeightSource:
             with self._lock:
                 self._open.pop(number, None)
 
-    def _answer(self, sock: socket.socket, frame: memoryview, number: int) -> None:
-        request = decode_request(frame)
+    def _answer(self, one: _Connection, frame: memoryview, number: int) -> None:
+        sock, request = one.sock, decode_request(frame)
         if isinstance(request, Map):
-            self._hand_over(sock, request, number)
+            self._hand_over(one, request, number)
             return
         answer, data = self._shelf.answer(request, number)
+        if not isinstance(answer, NoSuch) or answer.absent:
+            one.prove()
         send_frame(sock, encode(answer))
         if data is None:
             return
@@ -224,8 +243,11 @@ class WeightSource:
         self.stats.parts += 1
         self.stats.nbytes += len(data)
 
-    def _hand_over(self, sock: socket.socket, request: Map, number: int) -> None:
+    def _hand_over(self, one: _Connection, request: Map, number: int) -> None:
+        sock = one.sock
         held = self._shelf.find(request, number)
+        if not isinstance(held, NoSuch):
+            one.prove()
         buffer = getattr(held, "buffer", None)
         if sock.family != socket.AF_UNIX or not isinstance(buffer, Buffer):
             sock.sendall(b"\0")
@@ -234,6 +256,29 @@ class WeightSource:
         with open(fd, "rb"):  # closes our copy
             socket.send_fds(sock, [b"\1"], [fd])
         self.stats.mapped += 1
+
+
+class _Connection:
+    """One that came, and whether it has shown that it was told of a version."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.thread = threading.current_thread()  # its own, once it is made
+        self.proven = self.evicted = False
+        self._since = time.monotonic()
+
+    def prove(self) -> None:
+        if not self.proven:
+            self.proven = True
+            set_timeouts(self.sock, 1.0, SEND_S)
+
+    def look(self) -> None:
+        """Raises `TimeoutError` when it had its time, however it spent that."""
+        if not self.proven and time.monotonic() - self._since >= UNPROVEN_S:
+            raise TimeoutError(f"nothing proven for {UNPROVEN_S:g} s")
+
+    def patience_s(self) -> float:
+        return IDLE_S if self.proven else max(0.0, self._since + UNPROVEN_S - time.monotonic())
 
 
 class _Pace:
@@ -254,7 +299,3 @@ class _Pace:
             wait = self._free_at - now
         if wait > 0:
             ended.wait(wait)
-
-
-def _nothing() -> None:
-    pass

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import struct
+import threading
+import tracemalloc
 
+import msgspec
 import numpy as np
 import pytest
+import zstandard
 
-from scavenger import keys
-from scavenger.errors import WeightsError
-from scavenger.weights import delta
+from scavenger import keys, wire
+from scavenger.errors import WeightsError, WireError
+from scavenger.weights import delta, protocol
 from scavenger.weights import manifest as manifests
 from scavenger.weights.deltas import Deltas
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
-from scavenger.weights.pull import Pull
+from scavenger.weights.protocol import Part
+from scavenger.weights.pull import Pull, _Stream
 from scavenger.weights.source import WeightSource
 from scavenger.weights.transfer import Limits
 
@@ -75,15 +81,51 @@ def test_garbage_is_refused_or_makes_other_bytes_but_never_more(seed: int) -> No
 
 
 def test_a_bomb_is_refused() -> None:
-    import struct
-
-    import zstandard
-
     packed = zstandard.ZstdCompressor().compress(bytes(1 << 26))
     for count in (1, CHUNK // 2):
         bomb = struct.pack("<BBI", 2, 1, count) + packed
         with pytest.raises(WeightsError):
             delta.apply_chain(memoryview(bytes(CHUNK)), memoryview(delta.chain([bomb])), memoryview(bytearray(CHUNK)))
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_bomb_is_refused_before_memory_is_taken_for_it(named: bool) -> None:
+    """The library allots what a frame names, beyond `max_output_size`; and one that names nothing is none of ours."""
+    packed = zstandard.ZstdCompressor(write_content_size=named).compress(bytes(1 << 26))
+    bomb = memoryview(delta.chain([struct.pack("<BBI", 2, 1, CHUNK // 2) + packed]))
+    old, out = memoryview(bytes(CHUNK)), memoryview(bytearray(CHUNK))
+    tracemalloc.start()
+    try:
+        with pytest.raises(WeightsError, match=f"a delta of {1 << 26 if named else -1} bytes"):
+            delta.apply_chain(old, bomb, out)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("failure", [WeightsError("no delta"), MemoryError()])
+def test_a_delta_that_cannot_be_unpacked_costs_the_base_and_not_the_pull(monkeypatch: pytest.MonkeyPatch, failure: Exception) -> None:
+    versions = history(2)
+
+    def fails(*_: object) -> None:
+        raise failure
+
+    with WeightSource(local=False, deltas=4) as source:
+        for manifest, buffer in versions:
+            source.publish(manifest, buffer)
+            source.deltas.wait()
+        monkeypatch.setattr(delta, "apply_chain", fails)
+        assert fetch(versions[0], versions[1][0], source, versions[1][1]).base is None
+
+
+def test_a_delta_of_a_chunk_that_was_not_asked_is_not_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    (first, one), (second, _) = history(2)
+    work = Pull(second, keys.generate(), base=(first, one))
+    stream = _Stream(work, work.transfer.add_holder(0, 0.0), wire.WeightSource("tcp://127.0.0.1:1", "", b""))
+    monkeypatch.setattr(delta, "apply_chain", lambda *_: pytest.fail("it was unpacked"))
+    with pytest.raises(WireError, match="not asked for"):
+        stream._take(Part(second.version, 3, 100, delta=True))
+    assert work.base is not None
 
 
 def version(number: int, data: bytes) -> tuple[Manifest, Buffer]:
@@ -172,6 +214,31 @@ def test_what_is_not_encoded_yet_is_sent_whole_and_another_layout_has_no_deltas(
     assert deltas.find(second.root, other.root, 0, CHUNK) is None
 
 
+def test_weights_that_come_back_lead_nobody_round_for_ever() -> None:
+    (first, one), (second, two) = history(2)
+    deltas = Deltas(4)
+    for manifest, buffer in ((first, one), (second, two), (first, one)):  # A, B, A again
+        deltas.published(manifest, buffer.view)
+        deltas.wait()
+    answers: list[bytes | None] = []
+    asking = threading.Thread(target=lambda: answers.append(deltas.find(b"unknown", first.root, 0, CHUNK)), daemon=True)
+    asking.start()
+    asking.join(5.0)
+    deltas._steps.clear()  # ends it where it goes on
+    assert answers == [None]
+    assert not asking.is_alive()
+
+
+def test_the_way_back_to_weights_that_were_is_found() -> None:
+    (first, one), (second, two) = history(2)
+    deltas = Deltas(4)
+    for manifest, buffer in ((first, one), (second, two), (first, one)):
+        deltas.published(manifest, buffer.view)
+        deltas.wait()
+    assert deltas.find(second.root, first.root, 0, CHUNK) is not None
+    assert deltas.find(first.root, second.root, 0, CHUNK) is not None
+
+
 def test_only_the_last_steps_are_kept() -> None:
     versions = history(6)
     deltas = Deltas(2)
@@ -181,3 +248,12 @@ def test_only_the_last_steps_are_kept() -> None:
     roots = [manifest.root for manifest, _ in versions]
     assert deltas.find(roots[3], roots[5], 0, CHUNK) is not None
     assert deltas.find(roots[2], roots[5], 0, CHUNK) is None
+
+
+def test_a_request_is_proven_with_the_weights_that_it_names() -> None:
+    token = bytes(range(32))
+    asked = protocol.decode_request(protocol.get(token, 1, 2, b"parent"))
+    assert protocol.proven(asked, token)
+    for other in (b"", b"paren", b"other"):
+        assert not protocol.proven(msgspec.structs.replace(asked, parent=other), token)
+    assert protocol.proven(protocol.decode_request(protocol.get(token, 1, 2)), token)

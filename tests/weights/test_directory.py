@@ -89,3 +89,12 @@ def test_receivers_spread_over_holders_whatever_comes_and_goes(seed: int) -> Non
         assert len(sent[receiver]) == PEERS
         loads = dict(zip((f"tcp://engine{h}:1" for h in sorted(holders)), before, strict=True))
         assert max(loads[to] for to in sent[receiver]) <= sorted(before)[PEERS - 1]  # the six least loaded
+
+
+def test_an_engine_that_names_a_file_is_nobodys_source() -> None:
+    directory = Directory()
+    directory.hold(1, 1, "a", engine(1))
+    directory.hold(1, 1, "a", WeightSource("file:///home/other/version-1/weights.bin", "", b""))
+    directory.hold(1, 2, "a", WeightSource("file:///dev/zero", "", b""))
+    assert endpoints(directory, 9, "a") == ["tcp://trainer:1"]
+    assert not directory.available(1)

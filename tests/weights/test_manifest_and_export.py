@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from pathlib import Path
 
 import msgspec
@@ -11,28 +12,29 @@ import pytest
 from typer.testing import CliRunner
 
 from scavenger.cli import app
-from scavenger.errors import WeightsError
+from scavenger.errors import WeightsError, WireError
 from scavenger.keys import generate
 from scavenger.weights import export, spool
 from scavenger.weights import manifest as manifests
+from scavenger.weights.channel import FileChannel
 from scavenger.weights.manifest import Manifest, Shard
 from scavenger.weights.memory import Buffer
 from scavenger.weights.pull import pull
 
 
-def version(number: int = 1, **changes: bytes) -> tuple[Manifest, memoryview]:
+def version(number: int = 1, chunk_nbytes: int = 16, **changes: bytes) -> tuple[Manifest, memoryview]:
     tensors = {
         "model.norm": ("bfloat16", (5,), memoryview(changes.get("norm", b"0123456789"))),
         "model.embed": ("float32", (3, 4), memoryview(changes.get("embed", bytes(range(48))))),
         "empty": ("bfloat16", (0, 4), memoryview(b"")),
     }
-    return manifests.build(number, tensors, chunk_nbytes=16)
+    return manifests.build(number, tensors, chunk_nbytes=chunk_nbytes)
 
 
 def test_equal_weights_have_equal_roots_whatever_else_differs() -> None:
     one, other = version(1)[0], version(2)[0]
     sharded = msgspec.structs.replace(other, shards=(Shard(0, 0, 16), Shard(1, 16, 58)), parents=(b"p",))
-    assert one.root == other.root == manifests.decode(manifests.encode(sharded), one.root).root
+    assert one.root == other.root == manifests.decode(manifests.encode(sharded), one.root, any_chunk=True).root
     assert version(1, norm=b"0123456788")[0].root != one.root
 
 
@@ -58,13 +60,20 @@ def test_wide_items_come_first_so_that_a_safetensors_file_is_aligned() -> None:
 def test_a_manifest_that_contradicts_itself_is_refused(change: dict[str, object], told: str) -> None:
     manifest = msgspec.structs.replace(version()[0], **change)
     with pytest.raises(WeightsError, match=told):
-        manifests.decode(manifests.encode(manifest))
+        manifests.decode(manifests.encode(manifest), any_chunk=True)
+
+
+def test_a_manifest_that_cuts_its_blob_otherwise_than_all_do_is_refused() -> None:
+    with pytest.raises(WeightsError, match="chunks of 16 bytes, 58 are cut into 1048576"):
+        manifests.decode(manifests.encode(version()[0]))
+    manifest = version(chunk_nbytes=0)[0]
+    assert manifests.decode(manifests.encode(manifest)) == manifest
 
 
 def test_another_manifest_than_the_one_expected_is_refused() -> None:
     stale, expected = version(1)[0], version(2, norm=b"9876543210")[0]
     with pytest.raises(WeightsError, match="root hash"):
-        manifests.decode(manifests.encode(stale), expected.root)
+        manifests.decode(manifests.encode(stale), expected.root, any_chunk=True)
 
 
 @pytest.mark.parametrize("shard_nbytes", [1 << 30, 20])
@@ -108,7 +117,7 @@ def filled(blob: memoryview) -> Buffer:
 def test_a_spooled_version_outlives_its_process_and_the_command_exports_it(tmp_path: Path) -> None:
     shelf = spool.Spool(tmp_path / "spool", keep=2)
     for number in (1, 2, 3):
-        manifest, blob = version(number)
+        manifest, blob = version(number, chunk_nbytes=0)
         address = shelf.put(manifest, filled(blob))
         shelf.wait()
     assert shelf.versions() == [2, 3]
@@ -129,8 +138,36 @@ def test_a_spooled_file_with_a_flipped_byte_is_never_used(tmp_path: Path) -> Non
     with pytest.raises(WeightsError, match="does not have the manifest's hash"):
         asyncio.run(pull(manifest, [address], generate(), 5.0))
     path.write_bytes(data[:20])
-    with pytest.raises(WeightsError, match="the file ends"):
-        asyncio.run(pull(manifest, [address], generate(), 5.0))
+    with pytest.raises(WeightsError, match="a file of 20 bytes is given for a version of 58"):
+        asyncio.run(pull(manifest, [address], generate(), 1.0))
+
+
+@pytest.mark.parametrize("kind", ["fifo", "another name", "a link", "a folder", "longer"])
+def test_only_a_spools_own_regular_file_of_the_right_size_is_opened(tmp_path: Path, kind: str) -> None:
+    manifest, blob = version()
+    path = Path(spool.Spool(tmp_path).write(manifest, blob).endpoint.removeprefix("file://"))
+    if kind == "another name":
+        path = path.rename(path.with_name("shadow"))
+    elif kind == "a link":
+        path.symlink_to(path.rename(path.with_name("elsewhere")))
+    elif kind == "longer":
+        path.write_bytes(bytes(blob) + b"x")
+    else:
+        path.unlink()
+        os.mkfifo(path) if kind == "fifo" else path.mkdir()
+    told: list[Exception] = []
+
+    def look() -> None:
+        try:
+            FileChannel.open(str(path), manifest).close()
+        except (OSError, WireError) as error:
+            told.append(error)
+
+    looking = threading.Thread(target=look, daemon=True)
+    looking.start()
+    looking.join(5.0)
+    assert not looking.is_alive(), "it waits for whoever writes to the FIFO"
+    assert len(told) == 1
 
 
 def test_a_reader_that_is_before_the_spool_finds_it_when_it_is_there(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import zmq
@@ -17,12 +18,14 @@ from scavenger import keys, wire
 from scavenger.errors import WeightsError
 from scavenger.weights import manifest as manifests
 from scavenger.weights import protocol
+from scavenger.weights import source as sources
 from scavenger.weights.manifest import Manifest
-from scavenger.weights.memory import Buffer
+from scavenger.weights.memory import Buffer, Pool
 from scavenger.weights.protocol import TOKEN_NBYTES, Holds, NoSuch, Part, decode_answer, decode_request, encode
 from scavenger.weights.pull import Pull, pull
 from scavenger.weights.source import WeightSource
 from scavenger.weights.source_zmq import SEND_QUEUE
+from scavenger.weights.spool import Spool
 from scavenger.weights.transfer import Limits
 
 QUICK = Limits(window=4, stall_s=0.3, backoff_s=0.01, backoff_max_s=0.05)
@@ -326,6 +329,90 @@ def test_a_neighbour_is_handed_the_memory_and_checks_it_all_the_same(tcp: Weight
     assert tcp.stats.parts == len(manifest.chunk_hashes)
 
 
+class Stuck:
+    """Stands in for `os.preadv` on a filesystem that is gone: a read does not end before it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reading, self.let_go = threading.Event(), threading.Event()
+        self.threads: list[threading.Thread] = []
+        self._preadv = os.preadv
+        monkeypatch.setattr(os, "preadv", self)
+
+    def __call__(self, fd: int, buffers: list[memoryview], offset: int) -> int:
+        self.threads.append(threading.current_thread())
+        self.reading.set()
+        assert self.let_go.wait(30.0)
+        return self._preadv(fd, buffers, offset)
+
+    def end(self) -> None:
+        self.let_go.set()
+        for thread in self.threads:
+            thread.join(5.0)
+            assert not thread.is_alive()
+
+
+def test_a_read_that_never_ends_holds_up_neither_the_loop_nor_the_pull(
+    tcp: WeightSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest, blob = version(1)
+    disk = Spool(tmp_path).write(manifest, blob)
+    stuck = Stuck(monkeypatch)
+    work, pool = Pull(manifest, ME, limits=QUICK), Pool()
+    lags = []
+
+    async def main() -> None:
+        async def watch() -> None:
+            while True:
+                before = time.monotonic()
+                await asyncio.sleep(0.01)
+                lags.append(time.monotonic() - before)
+
+        watching = asyncio.create_task(watch())
+        work.offer([disk])
+        assert await asyncio.to_thread(stuck.reading.wait, 5.0)
+        work.offer([wire.WeightSource(tcp.publish(manifest, blob).endpoint, "", tcp.publish(manifest, blob).token)])
+        await work.finish(20.0)
+        watching.cancel()
+
+    try:
+        began = time.monotonic()
+        asyncio.run(main())
+        assert time.monotonic() - began < 10.0
+        assert max(lags) < 0.8
+        assert stuck.threads[0].is_alive()
+        pool.give(work.buffer)
+        assert pool.take(manifest.total_nbytes) is not work.buffer, "the one that is stuck may still write it"
+    finally:
+        stuck.end()
+    assert work.buffer.view == blob
+
+
+def test_what_a_stuck_read_brings_later_does_not_count_in_the_next_try(
+    tcp: WeightSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest, blob = version(1)
+    disk = Spool(tmp_path).write(manifest, blob)
+    stuck = Stuck(monkeypatch)
+    work = Pull(manifest, ME, limits=QUICK)
+
+    async def main() -> None:
+        work.offer([disk])
+        with pytest.raises(WeightsError, match="not complete"):
+            await work.finish(0.2)
+        work.again()
+        await asyncio.to_thread(stuck.end)
+        assert not work.transfer.here.any()
+        assert work.transfer.missing == len(manifest.chunk_hashes)
+        work.offer([tcp.publish(manifest, blob)])
+        await work.finish(10.0)
+
+    try:
+        asyncio.run(main())
+    finally:
+        stuck.end()
+    assert work.buffer.view == blob
+
+
 def test_a_neighbour_without_the_token_gets_no_memory(tcp: WeightSource) -> None:
     manifest, blob = version(1)
     buffer = Buffer(len(blob))
@@ -392,6 +479,69 @@ def test_garbage_is_counted_and_a_stalled_receiver_holds_nobody_up(source: Weigh
     finally:
         staller_zmq.close()
         context.term()
+
+
+def connected(address: wire.WeightSource) -> socket.socket:
+    host, _, port = address.endpoint.removeprefix("tcp://").rpartition(":")
+    return socket.create_connection((host, int(port)), 5.0)
+
+
+def prove(sock: socket.socket, address: wire.WeightSource) -> None:
+    frame = protocol.have(address.token, 1)
+    sock.sendall(len(frame).to_bytes(4, "little") + frame)
+    size = int.from_bytes(sock.recv(4, socket.MSG_WAITALL), "little")
+    assert isinstance(decode_answer(sock.recv(size, socket.MSG_WAITALL)), Holds)
+
+
+def test_strangers_that_take_every_connection_keep_no_receiver_out(tcp: WeightSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "MAX_CONNECTIONS", 4)
+    manifest, blob = version(1)
+    address = tcp.publish(manifest, blob)
+    with contextlib.ExitStack() as stack:
+        known = stack.enter_context(connected(address))
+        prove(known, address)
+        for _ in range(12):
+            stack.enter_context(connected(address))
+        assert get(manifest, address) == blob
+        assert tcp.stats.dropped > 0
+        prove(known, address)  # who has proven itself is not the one that makes room
+
+
+def test_a_network_full_of_receivers_leaves_room_for_the_neighbours(tcp: WeightSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "MAX_CONNECTIONS", 2)
+    manifest, blob = version(1)
+    buffer = Buffer(len(blob))
+    buffer.view[:] = blob
+    address = tcp.publish(manifest, buffer)
+    with connected(address) as one, connected(address) as two:
+        prove(one, address)
+        prove(two, address)
+        with connected(address) as third:
+            assert third.recv(1) == b"", "there is no room"
+        assert get(manifest, address) == blob
+        assert tcp.stats.mapped > 0
+
+
+def drip(sock: socket.socket, piece: bytes, for_s: float) -> None:
+    until = time.monotonic() + for_s
+    while time.monotonic() < until:
+        sock.sendall(piece)
+        time.sleep(0.02)
+
+
+def test_a_connection_that_proves_nothing_ends_however_it_drips(tcp: WeightSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "UNPROVEN_S", 0.5)
+    manifest, blob = version(1)
+    address = tcp.publish(manifest, blob)
+    with connected(address) as known, connected(address) as silent, connected(address) as dripping, connected(address) as wrong:
+        prove(known, address)
+        dripping.sendall((500).to_bytes(4, "little"))
+        guess = protocol.have(bytes(TOKEN_NBYTES), 1)
+        for sock, piece in ((dripping, b"x"), (wrong, len(guess).to_bytes(4, "little") + guess)):
+            with pytest.raises((ConnectionResetError, BrokenPipeError)):
+                drip(sock, piece, 10.0)
+        assert silent.recv(1) == b""
+        prove(known, address)
 
 
 def dealer(context: zmq.Context[zmq.Socket[bytes]], address: wire.WeightSource) -> zmq.Socket[bytes]:
