@@ -8,7 +8,6 @@ arguments alone: results are recorded with the function's version, and a resumed
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import selectors
@@ -26,6 +25,7 @@ from scavenger.errors import ConfigError, RewardError
 
 _LENGTH = struct.Struct("<I")
 START_DEADLINE_S = 60.0
+ENDING_S = 5.0  # what a process that closed its pipes has to end by itself
 
 
 def framed(payload: bytes) -> bytes:
@@ -109,16 +109,17 @@ class RewardRunner:
             process.wait()
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
-                    with contextlib.suppress(BrokenPipeError):  # unflushed bytes for a process that is gone
-                        pipe.close()
+                    pipe.close()
 
     def _start(self) -> None:
         """Start the process and wait until the function is imported. Raises `ConfigError` when it cannot be."""
         for left in reversed(range(self._retries + 1)):
             argv = [sys.executable, "-m", "trainer.reward_worker", self._function, *self._options]
-            self._process = process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            self._process = process = subprocess.Popen(argv, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            assert process.stdin is not None
+            os.set_blocking(process.stdin.fileno(), False)
             try:
-                ready = self._receive(START_DEADLINE_S)
+                ready = self._receive(START_DEADLINE_S, time.monotonic() + START_DEADLINE_S)
                 break
             except RewardError as error:
                 killed = (process.poll() or 0) < 0
@@ -135,8 +136,9 @@ class RewardRunner:
         if self._process is None:
             self._start()
         try:
-            self._send(msgspec.msgpack.encode(ask))
-            answer = self._receive(self._timeout_s)
+            deadline = time.monotonic() + self._timeout_s
+            self._send(msgspec.msgpack.encode(ask), deadline)
+            answer = self._receive(self._timeout_s, deadline)
         except RewardError:
             self.close()  # it may still be running: the next call gets a fresh process
             raise
@@ -144,17 +146,22 @@ class RewardRunner:
             raise RewardError(answer.error or "no reward and no error", quoted=answer.said)
         return answer.reward
 
-    def _send(self, payload: bytes) -> None:
+    def _send(self, payload: bytes, deadline: float) -> None:
+        """Write the frame as the process takes it: one that is stopped or stuck takes no more than a pipe holds."""
         assert self._process is not None
         assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(framed(payload))
-            self._process.stdin.flush()
-        except BrokenPipeError as error:
-            raise RewardError(f"the reward process ended with status {self._ended()}") from error
+        pipe, left = self._process.stdin, memoryview(framed(payload))
+        with selectors.DefaultSelector() as selector:
+            selector.register(pipe, selectors.EVENT_WRITE)
+            while left:
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    raise RewardError(f"no reward within {self._timeout_s:g} s")
+                try:
+                    left = left[os.write(pipe.fileno(), left) :]
+                except BrokenPipeError as error:
+                    raise RewardError(f"the reward process ended with status {self._ended()}") from error
 
-    def _receive(self, timeout_s: float) -> Answer:
-        deadline = time.monotonic() + timeout_s
+    def _receive(self, timeout_s: float, deadline: float) -> Answer:
         payload = read_frame(lambda count: self._read(count, deadline, timeout_s))
         if payload is None:
             raise RewardError(f"the reward process ended with status {self._ended()}")
@@ -164,8 +171,13 @@ class RewardRunner:
             raise RewardError("the reward process answered with something else than an answer", quoted=str(error)) from error
 
     def _ended(self) -> int:
+        """The status of a process that closed its end of a pipe. One that lives on without it is of no more use."""
         assert self._process is not None
-        return self._process.wait()
+        try:
+            return self._process.wait(ENDING_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
 
     def _read(self, count: int, deadline: float, timeout_s: float) -> bytes:
         assert self._process is not None

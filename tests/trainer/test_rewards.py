@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -20,6 +21,8 @@ def raises(prompt, answer, meta):
     raise RuntimeError("no such judge")
 def hangs(prompt, answer, meta):
     time.sleep(60)
+def length(prompt, answer, meta):
+    return len(answer)
 def dies(prompt, answer, meta):
     os._exit(9)
 def nan(prompt, answer, meta):
@@ -81,6 +84,23 @@ def test_a_function_that_hangs_is_killed_at_its_deadline_and_the_next_call_works
         assert time.monotonic() - started < 2.0
         with pytest.raises(RewardError):
             rewards.score("a", "b", {})
+
+
+@pytest.mark.usefixtures("functions")
+def test_a_process_that_reads_nothing_is_killed_at_the_deadline_however_long_the_answer_is() -> None:
+    long = "x" * 1_000_000
+    with runner("length", timeout_s=1.0, retries=0) as rewards:
+        assert rewards.score("", long, {}) == 1e6
+        assert rewards._process is not None
+        stopped = rewards._process
+        stopped.send_signal(signal.SIGSTOP)
+        os.waitpid(stopped.pid, os.WUNTRACED)
+        started = time.monotonic()
+        with pytest.raises(RewardError, match=r"no reward within 1 s"):
+            rewards.score("", long, {})
+        assert time.monotonic() - started < 4.0
+        assert stopped.returncode == -signal.SIGKILL
+        assert rewards.score("", "abc", {}) == 3.0
 
 
 @pytest.mark.usefixtures("functions")
