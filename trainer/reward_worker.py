@@ -46,14 +46,14 @@ def _load(name: str, options: dict[str, Any]) -> Callable[[str, str, dict[str, A
 
 def _score(function: Callable[[str, str, dict[str, Any]], float], ask: Ask) -> Answer:
     try:
-        reward = float(function(ask.prompt, ask.answer, ask.meta))
+        reward = float(function(ask.prompt, ask.answer, json.loads(ask.meta)))
     except Exception as error:  # noqa: BLE001  a user's function may raise anything; the runner retries, then stops or masks
         return _failed(error)
     return Answer(reward=reward) if math.isfinite(reward) else Answer(error=f"the reward is {reward}")
 
 
 def _failed(error: Exception) -> Answer:
-    return Answer(error=f"it raised {type(error).__name__}", said=str(error))
+    return Answer(error=f"it raised {type(error).__name__}", said=str(error).encode(errors="backslashreplace").decode())
 
 
 def main(argv: list[str]) -> int:

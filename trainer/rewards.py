@@ -46,7 +46,7 @@ def read_frame(read: Callable[[int], bytes]) -> bytes | None:
 class Ask(msgspec.Struct, frozen=True):
     prompt: str
     answer: str
-    meta: dict[str, Any]
+    meta: str  # JSON in ASCII: MessagePack has no integers over 64 bits
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -90,10 +90,10 @@ class RewardRunner:
 
     def score(self, prompt: str, answer: str, meta: dict[str, Any]) -> float:
         """The reward. Raises `RewardError` when the function failed or overran its deadline `retries + 1` times."""
-        failure = RewardError("it was not called")
+        failure, ask = RewardError("it was not called"), Ask(prompt, answer, json.dumps(meta))
         for _ in range(self._retries + 1):
             try:
-                return self._call(Ask(prompt, answer, meta))
+                return self._call(ask)
             except RewardError as error:
                 failure = error
         raise RewardError(

@@ -23,6 +23,10 @@ def hangs(prompt, answer, meta):
     time.sleep(60)
 def length(prompt, answer, meta):
     return len(answer)
+def same(prompt, answer, meta):
+    return meta == {"answer": -(10**30), "text": chr(0xD800) + chr(0xE9), "list": [2**64, None, 0.5]}
+def quotes(prompt, answer, meta):
+    raise KeyError(meta["text"])
 def dies(prompt, answer, meta):
     os._exit(9)
 def nan(prompt, answer, meta):
@@ -52,6 +56,14 @@ def runner(name: str, **more: Any) -> RewardRunner:
 def test_a_reward_function_is_called_with_texts_and_meta() -> None:
     with runner("good") as rewards:
         assert [rewards.score("ab", "cde", {"bonus": 0.25}) for _ in range(3)] == [5.25] * 3
+
+
+@pytest.mark.usefixtures("functions")
+def test_whatever_json_holds_reaches_the_function() -> None:
+    with runner("same") as rewards:
+        assert rewards.score("", "", {"answer": -(10**30), "text": "\ud800é", "list": [2**64, None, 0.5]}) == 1.0
+    with runner("quotes") as rewards, pytest.raises(RewardError, match=r"it raised KeyError: .*ud800"):
+        rewards.score("", "", {"text": "\ud800"})
 
 
 @pytest.mark.usefixtures("functions")
