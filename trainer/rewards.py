@@ -1,6 +1,7 @@
 """Calls a reward function in a process of its own, with a deadline. A failure is never a reward of 0.
 
-Owns the process, its frames (length-prefixed MessagePack over pipes) and the retries; knows no ledger, model or step. What a run does
+Owns the process, its frames (length-prefixed MessagePack over pipes) and the retries; knows no ledger, model or step. The process leads
+a session of its own: what a function started ends with it. What a run does
 with a `RewardError` (`on_reward_error`) is the loop's decision. Its cause goes to the ledger and names the function and the type of what
 went wrong; what the function said, and the answer, are quoted beside it for the trainer's own log. The function must depend on its
 arguments alone: results are recorded with the function's version, and a resumed run takes those that were recorded under the same one.
@@ -11,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import selectors
+import signal
 import struct
 import subprocess
 import sys
@@ -25,6 +27,7 @@ from scavenger.errors import ConfigError, RewardError
 
 _LENGTH = struct.Struct("<I")
 START_DEADLINE_S = 60.0
+MEMORY_GB = 4.0
 ENDING_S = 5.0  # what a process that closed its pipes has to end by itself
 
 
@@ -65,16 +68,24 @@ class RewardRunner:
     """`function` is "module:name", called as name(prompt_text, answer_text, meta, **options) -> float. Use as a context manager.
 
     Its further keyword arguments are `options`. `version` names what gives the rewards; unless the user named it, it is the function's
-    name and a hash of its module's file, and one of the options.
+    name and a hash of its module's file, and one of the options. `memory_gb`: what a call may take beyond what the process has once the
+    function is imported; 0 = no bound.
     """
 
     def __init__(
-        self, function: str, *, timeout_s: float, retries: int, version: str = "", options: Mapping[str, Any] | None = None
+        self,
+        function: str,
+        *,
+        timeout_s: float,
+        retries: int,
+        version: str = "",
+        options: Mapping[str, Any] | None = None,
+        memory_gb: float = MEMORY_GB,
     ) -> None:
         if function.count(":") != 1:
             raise ConfigError(f"reward.function = {function!r} is not a function's name", 'write "module:function"')
         self._function = function
-        self._options = [json.dumps(dict(options), sort_keys=True)] if options else []
+        self._arguments = [function, str(int(memory_gb * 2**30)), json.dumps(dict(options or {}), sort_keys=True)]
         self._named = version
         self.version = version
         self._timeout_s = timeout_s
@@ -105,8 +116,7 @@ class RewardRunner:
     def close(self) -> None:
         process, self._process = self._process, None
         if process is not None:
-            process.kill()
-            process.wait()
+            _end(process)
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
                     pipe.close()
@@ -114,15 +124,17 @@ class RewardRunner:
     def _start(self) -> None:
         """Start the process and wait until the function is imported. Raises `ConfigError` when it cannot be."""
         for left in reversed(range(self._retries + 1)):
-            argv = [sys.executable, "-m", "trainer.reward_worker", self._function, *self._options]
-            self._process = process = subprocess.Popen(argv, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            argv = [sys.executable, "-m", "trainer.reward_worker", *self._arguments]
+            self._process = process = subprocess.Popen(
+                argv, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+            )
             assert process.stdin is not None
             os.set_blocking(process.stdin.fileno(), False)
             try:
                 ready = self._receive(START_DEADLINE_S, time.monotonic() + START_DEADLINE_S)
                 break
             except RewardError as error:
-                killed = (process.poll() or 0) < 0
+                killed = (process.returncode or 0) < 0
                 self.close()
                 if not (killed and left):  # killed from outside says nothing about the function
                     raise ConfigError(f"reward.function = {self._function!r}: {error.cause}", quoted=error.quoted) from error
@@ -173,11 +185,10 @@ class RewardRunner:
     def _ended(self) -> int:
         """The status of a process that closed its end of a pipe. One that lives on without it is of no more use."""
         assert self._process is not None
-        try:
-            return self._process.wait(ENDING_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            return self._process.wait()
+        until, how = time.monotonic() + ENDING_S, os.WEXITED | os.WNOWAIT | os.WNOHANG
+        while os.waitid(os.P_PID, self._process.pid, how) is None and time.monotonic() < until:
+            time.sleep(0.01)
+        return _end(self._process)
 
     def _read(self, count: int, deadline: float, timeout_s: float) -> bytes:
         assert self._process is not None
@@ -193,3 +204,10 @@ class RewardRunner:
                     return read
                 read += piece
         return read
+
+
+def _end(process: subprocess.Popen[bytes]) -> int:
+    """Kill the process and what it started, which has its group; the status. Until it is waited for, the number can be nobody else's."""
+    if process.returncode is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    return process.wait()
