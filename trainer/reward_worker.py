@@ -38,13 +38,17 @@ def _version(name: str) -> str:
     return f"{name}@{blake3(Path(path).read_bytes()).hexdigest()[:16]}" if path else name
 
 
-def _load(name: str, options: dict[str, Any]) -> Callable[[str, str, dict[str, Any]], float]:
+def _load(name: str, options: dict[str, Any]) -> tuple[Callable[[str, str, dict[str, Any]], float], bool]:
+    """The function, ready to be called, and whether its deadline says that an answer is wrong (`verifiers.late_is_wrong`)."""
     module, _, attribute = name.partition(":")
     function = getattr(importlib.import_module(module), attribute)
     if not callable(function):
         raise TypeError(f"{name} is not callable")
     inspect.signature(function).bind("", "", {}, **options)  # an option that it does not have is told before the run starts
-    return functools.partial(function, **options)
+    late_is_wrong = getattr(function, "late_is_wrong", False) is True
+    if late_is_wrong:
+        function.prepare()  # what only the first call does must not make it late
+    return functools.partial(function, **options), late_is_wrong
 
 
 def _score(function: Callable[[str, str, dict[str, Any]], float], ask: Ask) -> Answer:
@@ -76,13 +80,13 @@ def main(argv: list[str]) -> int:
     os.dup2(2, 1)
     try:
         options = json.loads(argv[3])
-        function = _load(argv[1], options)
+        function, late_is_wrong = _load(argv[1], options)
         version = _version(argv[1]) + (f"+{blake3(argv[3].encode()).hexdigest()[:8]}" if options else "")
     except Exception as error:  # noqa: BLE001  importing a user's module may raise anything; the runner reports it
         _write(out, _failed(error))
         return 1
     _bound_memory(int(argv[2]))
-    _write(out, Answer(reward=0.0, version=version))
+    _write(out, Answer(reward=0.0, version=version, late_is_wrong=late_is_wrong))
     while (payload := read_frame(frames.read)) is not None:
         _write(out, _score(function, msgspec.msgpack.decode(payload, type=Ask)))
     return 0

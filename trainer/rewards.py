@@ -1,10 +1,11 @@
-"""Calls a reward function in a process of its own, with a deadline. A failure is never a reward of 0.
+"""Calls a reward function in a process of its own, with a deadline. A failure is never a reward of 0, save that a function can declare
+its deadline to mean a wrong answer (`LateAnswer`).
 
 Owns the process, its frames (length-prefixed MessagePack over pipes) and the retries; knows no ledger, model or step. The process leads
-a session of its own: what a function started ends with it. What a run does
-with a `RewardError` (`on_reward_error`) is the loop's decision. Its cause goes to the ledger and names the function and the type of what
-went wrong; what the function said, and the answer, are quoted beside it for the trainer's own log. The function must depend on its
-arguments alone: results are recorded with the function's version, and a resumed run takes those that were recorded under the same one.
+a session of its own: what a function started ends with it. What a run does with a `RewardError` (`on_reward_error`) is the loop's
+decision. Its cause goes to the ledger and names the function and the type of what went wrong; what the function said, and the answer, are
+quoted beside it for the trainer's own log. The function must depend on its arguments alone: results are recorded with the function's
+version, and a resumed run takes those that were recorded under the same one.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from scavenger.errors import ConfigError, RewardError
+from scavenger.errors import ConfigError, LateAnswer, RewardError
 
 _LENGTH = struct.Struct("<I")
 START_DEADLINE_S = 60.0
@@ -53,12 +54,16 @@ class Ask(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """Either `reward` or `error` is set. `said`: an exception's words. `version`: the function's, in the first answer of a process."""
+    """Either `reward` or `error` is set. `said`: an exception's words. `version`: the function's, in the first answer of a process.
+
+    So is `late_is_wrong`: whether this function's deadline says that an answer is wrong.
+    """
 
     reward: float | None = None
     error: str | None = None
     said: str = ""
     version: str = ""
+    late_is_wrong: bool = False
 
 
 _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
@@ -90,6 +95,7 @@ class RewardRunner:
         self.version = version
         self._timeout_s = timeout_s
         self._retries = retries
+        self._late_is_wrong = False
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> RewardRunner:
@@ -100,14 +106,19 @@ class RewardRunner:
         self.close()
 
     def score(self, prompt: str, answer: str, meta: dict[str, Any]) -> float:
-        """The reward. Raises `RewardError` when the function failed or overran its deadline `retries + 1` times."""
+        """The reward. Raises `RewardError` when the function failed or overran its deadline `retries + 1` times.
+
+        It is a `LateAnswer` where all of these were deadlines, and the function says that such an answer is wrong.
+        """
         failure, ask = RewardError("it was not called"), Ask(prompt, answer, json.dumps(meta))
+        late = 0
         for _ in range(self._retries + 1):
             try:
                 return self._call(ask)
             except RewardError as error:
                 failure = error
-        raise RewardError(
+                late += isinstance(error, LateAnswer)
+        raise (LateAnswer if self._late_is_wrong and late > self._retries else RewardError)(
             f"reward function {self._function} failed {self._retries + 1} times: {failure.cause}",
             'fix the function, or set reward.on_reward_error = "mask" to leave such samples out',
             quoted=f"{failure.quoted} (answer: {answer[:80]!r})".strip(),
@@ -143,6 +154,7 @@ class RewardRunner:
             remedy = "the trainer's Python must be able to import it"
             raise ConfigError(f"reward.function = {self._function!r}: {ready.error}", remedy, quoted=ready.said)
         self.version = self._named or ready.version
+        self._late_is_wrong = ready.late_is_wrong
 
     def _call(self, ask: Ask) -> float:
         if self._process is None:
@@ -167,7 +179,7 @@ class RewardRunner:
             selector.register(pipe, selectors.EVENT_WRITE)
             while left:
                 if not selector.select(max(0.0, deadline - time.monotonic())):
-                    raise RewardError(f"no reward within {self._timeout_s:g} s")
+                    raise LateAnswer(f"no reward within {self._timeout_s:g} s")
                 try:
                     left = left[os.write(pipe.fileno(), left) :]
                 except BrokenPipeError as error:
@@ -198,7 +210,7 @@ class RewardRunner:
             selector.register(self._process.stdout, selectors.EVENT_READ)
             while len(read) < count:
                 if not selector.select(max(0.0, deadline - time.monotonic())):
-                    raise RewardError(f"no reward within {timeout_s:g} s")
+                    raise LateAnswer(f"no reward within {timeout_s:g} s")
                 piece = os.read(self._process.stdout.fileno(), count - len(read))
                 if not piece:
                     return read

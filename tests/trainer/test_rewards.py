@@ -100,8 +100,9 @@ def test_a_failure_is_an_error_not_a_reward_of_zero(name: str, why: str) -> None
 def test_a_function_that_hangs_is_killed_at_its_deadline_and_the_next_call_works() -> None:
     with runner("hangs", timeout_s=0.2, retries=0) as rewards:
         started = time.monotonic()
-        with pytest.raises(RewardError, match=r"no reward within 0\.2 s"):
+        with pytest.raises(RewardError, match=r"no reward within 0\.2 s") as failed:
             rewards.score("a", "b", {})
+        assert type(failed.value) is RewardError, "only a verifier that declares it takes a deadline for a wrong answer"
         assert time.monotonic() - started < 2.0
         with pytest.raises(RewardError):
             rewards.score("a", "b", {})
