@@ -209,6 +209,7 @@ class RewardSection(Section):
     version: Annotated[str, Field(max_length=256)] = ""  # recorded with each reward; empty = the name and a hash of the module's file
     options: dict[str, bool | int | float | str] = {}  # keyword arguments of the function
     timeout_s: Seconds = 10.0
+    memory_gb: Annotated[float, Field(ge=0)] = 4.0  # beyond what the function's process has once it is imported; 0 = unbounded
     retries: NonNegative = 2
     on_reward_error: Literal["stop", "mask"] = "stop"
 

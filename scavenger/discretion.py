@@ -31,7 +31,7 @@ METRICS = frozenset({
     "reward", "loss", "tokens", "tokens_trained", "samples", "samples_trained", "groups_filtered", "length_mean", "length_max", "kl",
     "clip_fraction", "mismatch_k3", "mismatch_max", "truncated_fraction", "lr", "updates", "grad_norm", "moves", "micro_steps", "seconds",
     "seconds_seed", "seconds_wait", "seconds_reward", "seconds_train", "seconds_update", "seconds_publish", "masked_fraction",
-    "groups_asked", "eval_sampled", "eval_greedy", "eval_length_mean", "eval_cut_fraction",
+    "groups_asked", "eval_sampled", "eval_greedy", "eval_length_mean", "eval_cut_fraction", "rewards_late",
     *(f"eval_pass_at_{1 << power}" for power in range(13)),
 })  # fmt: skip
 

@@ -118,6 +118,10 @@ class RewardError(ScavengerError):
     """A reward function raised or ran past its deadline. Not a reward of 0."""
 
 
+class LateAnswer(RewardError):
+    """Every try ran past the deadline, in a verifier for which such an answer is a wrong one: a reward of 0."""
+
+
 def told(error: BaseException) -> str:
     """What the ledger may hold of an error: nothing that is foreseen quotes contents, and of the unforeseen only type and place."""
     if isinstance(error, ScavengerError):

@@ -144,8 +144,9 @@ def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> None:
 
 def _runner(reward: RewardSection) -> RewardRunner:
     return RewardRunner(
-        reward.function, timeout_s=reward.timeout_s, retries=reward.retries, version=reward.version, options=reward.options
-    )
+        reward.function, timeout_s=reward.timeout_s, retries=reward.retries, version=reward.version, options=reward.options,
+        memory_gb=reward.memory_gb,
+    )  # fmt: skip
 
 
 Begun = tuple[Start, Run, Source]

@@ -55,7 +55,7 @@ def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
         where = f"{path}:{number}"
         try:
             yield where, json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{where}: not JSON: {error}", "each line is one object") from error
 
 
@@ -78,14 +78,21 @@ def _item(row: Any, data: DataSection, where: str, number: int) -> Item:
     for key, field in (("prompt_field", data.prompt_field), ("answer_field", data.answer_field)):
         if row.get(field) is None:
             raise ConfigError(f"{where}: no {field!r}; there is {', '.join(map(repr, row))}", f"set data.{key} to the column's name")
+    _check_json(row, where)
     meta = {name: value for name, value in row.items() if name not in (data.prompt_field, data.answer_field)}
+    return Item(_prompt(row[data.prompt_field], data.prompt_field, where), meta | {"answer": row[data.answer_field], "row": number})
+
+
+def _check_json(row: dict[str, Any], where: str) -> None:
+    """Prompt, answer and metadata travel as JSON: what cannot is told here, not when its step has come."""
     try:
-        json.dumps(meta)
-    except TypeError as error:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{where}: {error}", "write the row in whole characters: half of a surrogate pair is none") from error
+    except (TypeError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"{where}: {error}: metadata travels as JSON", "leave that column out of the file, or store it as text"
         ) from error
-    return Item(_prompt(row[data.prompt_field], data.prompt_field, where), meta | {"answer": row[data.answer_field], "row": number})
 
 
 def _prompt(value: Any, field: str, where: str) -> Prompt:

@@ -166,6 +166,7 @@ class Loop:
                     kind, by = ("masked", "") if why else ("evaluated", judge)
                     outcomes.append(wire.SampleOutcome(sample.sample_id, kind, reward, 0.0, wire.words(why), by))
         metrics = summarise([found[i] for i in range(len(problems))], [found[i + len(problems)] for i in range(len(problems))])
+        metrics["rewards_late"] = float(self._scoring.take_late())
         self._run.commit(step, version, outcomes, metrics, "eval")
         self._monitor.evaluation(step, self._run.attempt, metrics)
 

@@ -1,4 +1,5 @@
-"""The process that calls a reward function: `python -m trainer.reward_worker module:function [OPTIONS]`. Started by `trainer.rewards` only.
+"""The process that calls a reward function: `python -m trainer.reward_worker module:function MEMORY OPTIONS`. Started by
+`trainer.rewards` only.
 
 Frames come on standard input and go to standard output; what the function prints goes to standard error, so it cannot break a frame.
 Any exception of the function is caught here, for one named recovery: its type is sent back, and apart from it what it said, which may
@@ -13,6 +14,7 @@ import inspect
 import json
 import math
 import os
+import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +23,7 @@ from typing import Any, BinaryIO
 import msgspec
 from blake3 import blake3
 
+from trainer.reserved import die_with_parent
 from trainer.rewards import Answer, Ask, framed, read_frame
 
 
@@ -35,38 +38,55 @@ def _version(name: str) -> str:
     return f"{name}@{blake3(Path(path).read_bytes()).hexdigest()[:16]}" if path else name
 
 
-def _load(name: str, options: dict[str, Any]) -> Callable[[str, str, dict[str, Any]], float]:
+def _load(name: str, options: dict[str, Any]) -> tuple[Callable[[str, str, dict[str, Any]], float], bool]:
+    """The function, ready to be called, and whether its deadline says that an answer is wrong (`verifiers.late_is_wrong`)."""
     module, _, attribute = name.partition(":")
     function = getattr(importlib.import_module(module), attribute)
     if not callable(function):
         raise TypeError(f"{name} is not callable")
     inspect.signature(function).bind("", "", {}, **options)  # an option that it does not have is told before the run starts
-    return functools.partial(function, **options)
+    late_is_wrong = getattr(function, "late_is_wrong", False) is True
+    if late_is_wrong:
+        function.prepare()  # what only the first call does must not make it late
+    return functools.partial(function, **options), late_is_wrong
 
 
 def _score(function: Callable[[str, str, dict[str, Any]], float], ask: Ask) -> Answer:
     try:
-        reward = float(function(ask.prompt, ask.answer, ask.meta))
+        reward = float(function(ask.prompt, ask.answer, json.loads(ask.meta)))
     except Exception as error:  # noqa: BLE001  a user's function may raise anything; the runner retries, then stops or masks
         return _failed(error)
     return Answer(reward=reward) if math.isfinite(reward) else Answer(error=f"the reward is {reward}")
 
 
 def _failed(error: Exception) -> Answer:
-    return Answer(error=f"it raised {type(error).__name__}", said=str(error))
+    return Answer(error=f"it raised {type(error).__name__}", said=str(error).encode(errors="backslashreplace").decode())
+
+
+def _bound_memory(more: int) -> None:
+    """At most `more` bytes beyond what this process has; 0 = no bound. Private writable memory: what a GPU's driver reserves is none."""
+    if not more:
+        return
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    bound = int(status.partition("VmData:")[2].split()[0]) * 1024 + more
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    if most == resource.RLIM_INFINITY or bound < most:
+        resource.setrlimit(resource.RLIMIT_DATA, (bound, bound))
 
 
 def main(argv: list[str]) -> int:
+    die_with_parent()  # it leads a group of its own, so nobody else ends it while a call hangs
     frames, out = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     try:
-        options = json.loads(argv[2]) if len(argv) > 2 else {}
-        function = _load(argv[1], options)
-        version = _version(argv[1]) + (f"+{blake3(argv[2].encode()).hexdigest()[:8]}" if options else "")
+        options = json.loads(argv[3])
+        function, late_is_wrong = _load(argv[1], options)
+        version = _version(argv[1]) + (f"+{blake3(argv[3].encode()).hexdigest()[:8]}" if options else "")
     except Exception as error:  # noqa: BLE001  importing a user's module may raise anything; the runner reports it
         _write(out, _failed(error))
         return 1
-    _write(out, Answer(reward=0.0, version=version))
+    _bound_memory(int(argv[2]))
+    _write(out, Answer(reward=0.0, version=version, late_is_wrong=late_is_wrong))
     while (payload := read_frame(frames.read)) is not None:
         _write(out, _score(function, msgspec.msgpack.decode(payload, type=Ask)))
     return 0

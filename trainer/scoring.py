@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from scavenger import wire
 from scavenger.config import AlgorithmSection, RewardSection
-from scavenger.errors import RewardError, WireError
+from scavenger.errors import LateAnswer, RewardError, WireError
 from trainer.algorithms.advantages import Advantages
 from trainer.algorithms.rows import Counted, resolve
 from trainer.algorithms.shaping import overlong_penalty
@@ -80,6 +80,7 @@ class Scoring:
         self.recipe = resolve(algorithm, max_tokens)
         self._say = say
         self._told: set[str] = set()
+        self._late = 0
 
     @property
     def version(self) -> str:
@@ -90,7 +91,8 @@ class Scoring:
         """(sample, reward, "") of each sample in index order; reward NaN and the reason where it is masked.
 
         A reward that an earlier attempt recorded is taken as it is, if the same version of the function gave it; else the sample is
-        scored again, which is said once. Raises `RewardError` unless errors are masked.
+        scored again, which is said once. A `LateAnswer` is a reward of 0, which is said and counted. Raises any other `RewardError`
+        unless errors are masked.
         """
         prompt = self._text(group.prompt)
         meta = json.loads(group.meta)
@@ -105,10 +107,19 @@ class Scoring:
             self._tell_rescored(sample)
         try:
             return self._scorer.score(prompt, self._text(sample.tokens), meta), ""
+        except LateAnswer as error:
+            self._late += 1
+            self._say(f"sample {sample.sample_id} gets a reward of 0: {error.log_text}")
+            return 0.0, ""
         except RewardError as error:
             if not self._mask_errors:
                 raise RewardError(f"sample {sample.sample_id}: {error.cause}", error.remedy, quoted=error.quoted) from error
             return self._masked(sample, error.cause, error.log_text)
+
+    def take_late(self) -> int:
+        """How many rewards of 0 were given at a deadline since this was last asked. Those that were recorded earlier are not among them."""
+        late, self._late = self._late, 0
+        return late
 
     def _tell_rescored(self, sample: wire.DoneSample) -> None:
         if sample.reward_version not in self._told:

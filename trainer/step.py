@@ -309,6 +309,7 @@ class Stepper:
             "moves": float(work.moves),
             "groups_asked": float(len(work.submitted)),
             "micro_steps": float(work.micro_steps),
+            "rewards_late": float(self._scoring.take_late()),
             "seconds": time.monotonic() - started,
             "seconds_seed": work.seconds.seed,
             "seconds_wait": work.seconds.wait,

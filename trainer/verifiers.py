@@ -1,7 +1,8 @@
 """Reward functions that come with the trainer: `[reward] function = "trainer.verifiers:math"`, with `[reward.options]` as keywords.
 
 Called in the reward's own process, which is killed at its deadline: an answer that sends a solver or a pattern off for hours costs
-`reward.timeout_s`. Knows no torch, so that the process starts at once. A problem whose own answer cannot be read is an error, not a 0.
+`reward.timeout_s` a try and, since it is the answer that cannot be judged, gets a reward of 0. Knows no torch, so that the process starts
+at once. A problem whose own answer cannot be read is an error, not a 0.
 """
 
 from __future__ import annotations
@@ -9,10 +10,31 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 #: GSM8K's way to end a worked solution.
 FINAL = "####"
+_F = TypeVar("_F", bound=Callable[..., float])
+
+
+def late_is_wrong(prepare: Callable[[], object]) -> Callable[[_F], _F]:
+    """Declares that an answer which cannot be judged within the deadline is wrong. `prepare` is called once before the first deadline."""
+
+    def declare(function: _F) -> _F:
+        function.__dict__.update(late_is_wrong=True, prepare=prepare)
+        return function
+
+    return declare
+
+
+@functools.lru_cache(maxsize=1)
+def _math_verify() -> tuple[Any, Any]:
+    """math-verify without its own alarms: the process has a deadline, and a killed one leaves nothing half done."""
+    from math_verify import parse, verify
+
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+    return parse, verify
 
 
 def exact(prompt: str, answer: str, meta: dict[str, Any], *, field: str = "answer", ignore_case: bool = False) -> float:
@@ -21,6 +43,7 @@ def exact(prompt: str, answer: str, meta: dict[str, Any], *, field: str = "answe
     return float(said.casefold() == wanted.casefold() if ignore_case else said == wanted)
 
 
+@late_is_wrong(lambda: None)
 def regex(prompt: str, answer: str, meta: dict[str, Any], *, pattern: str, field: str = "answer") -> float:
     """1 if the last match of `pattern` (its first group, if it has one) is the problem's `field`, blanks aside."""
     matches = list(_compiled(pattern).finditer(answer))
@@ -30,6 +53,7 @@ def regex(prompt: str, answer: str, meta: dict[str, Any], *, pattern: str, field
     return float((said or "").strip() == str(meta[field]).strip())
 
 
+@late_is_wrong(_math_verify)
 def math(prompt: str, answer: str, meta: dict[str, Any], *, field: str = "answer") -> float:
     """1 if math-verify finds the answer equal to the problem's `field`: LaTeX or plain; of a worked solution, what follows `####`.
 
@@ -46,12 +70,3 @@ def math(prompt: str, answer: str, meta: dict[str, Any], *, field: str = "answer
 @functools.lru_cache(maxsize=8)
 def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern)
-
-
-@functools.lru_cache(maxsize=1)
-def _math_verify() -> tuple[Any, Any]:
-    """math-verify without its own alarms: the process has a deadline, and a killed one leaves nothing half done."""
-    from math_verify import parse, verify
-
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-    return parse, verify

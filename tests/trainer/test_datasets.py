@@ -120,6 +120,23 @@ def test_a_wrong_column_is_told_with_its_row(model_folder: Path, tmp_path: Path,
         problems_of(config_of(model_folder, write(tmp_path / "a.jsonl", rows), **data))
 
 
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ('{"prompt": "1", "answer": "\\ud800"}', r"a\.jsonl:2: .*surrogates not allowed"),
+        ('{"prompt": "1\\udc80", "answer": 1}', r"a\.jsonl:2: .*surrogates not allowed"),
+        ('{"prompt": "1", "answer": 1, "source": {"\\udfff": 0}}', r"a\.jsonl:2: .*surrogates not allowed"),
+        ('{"prompt": "1", "answer": ' + "9" * 5000 + "}", r"a\.jsonl:2: not JSON: Exceeds the limit"),
+        ('{"prompt": "1", "answer": ' + "[" * 100_000 + "]" * 100_000 + "}", r"a\.jsonl:2: not JSON: maximum recursion depth"),
+    ],
+)
+def test_a_row_that_cannot_travel_is_told_before_the_start(model_folder: Path, tmp_path: Path, row: str, why: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "1", "answer": 1}\n' + row + "\n")
+    with pytest.raises(ConfigError, match=why):
+        problems_of(config_of(model_folder, path))
+
+
 def test_what_is_no_data_set_is_refused(model_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match=r"holds no \*\.parquet"):
@@ -128,8 +145,9 @@ def test_what_is_no_data_set_is_refused(model_folder: Path, tmp_path: Path) -> N
         problems_of(config_of(model_folder, tmp_path / "train-*.parquet", task="parquet"))
     with pytest.raises(ConfigError, match="give a Parquet file"):
         problems_of(config_of(model_folder, write(tmp_path / "a.jsonl", ROWS), task="parquet"))
-    with pytest.raises(ConfigError, match="metadata travels as JSON"):
-        problems_of(config_of(model_folder, write(tmp_path / "a.parquet", [{"prompt": "1", "answer": 1, "image": b"x"}]), task="parquet"))
+    for row in ({"prompt": "1", "answer": 1, "image": b"x"}, {"prompt": "1", "answer": b"x"}):
+        with pytest.raises(ConfigError, match=r"a\.parquet, row 0: .*metadata travels as JSON"):
+            problems_of(config_of(model_folder, write(tmp_path / "a.parquet", [row]), task="parquet"))
 
 
 def test_overlong_prompts_are_all_reported_before_the_start(model_folder: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ from scavenger.errors import ConfigError, RewardError
 from trainer.rewards import RewardRunner
 
 FUNCTIONS = '''
-import os, time
+import os, subprocess, sys, time
 def good(prompt, answer, meta):
     print("what a function prints breaks nothing")
     return len(prompt) + len(answer) + meta["bonus"]
@@ -20,6 +21,21 @@ def raises(prompt, answer, meta):
     raise RuntimeError("no such judge")
 def hangs(prompt, answer, meta):
     time.sleep(60)
+def length(prompt, answer, meta):
+    return len(answer)
+def same(prompt, answer, meta):
+    return meta == {"answer": -(10**30), "text": chr(0xD800) + chr(0xE9), "list": [2**64, None, 0.5]}
+def quotes(prompt, answer, meta):
+    raise KeyError(meta["text"])
+def starts(prompt, answer, meta):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    with open(meta["pid"], "w") as file:
+        file.write(str(child.pid))
+    if answer == "hangs":
+        time.sleep(60)
+    os._exit(3)
+def takes(prompt, answer, meta):
+    return len(bytearray(int(answer) << 20)) >> 20
 def dies(prompt, answer, meta):
     os._exit(9)
 def nan(prompt, answer, meta):
@@ -52,6 +68,14 @@ def test_a_reward_function_is_called_with_texts_and_meta() -> None:
 
 
 @pytest.mark.usefixtures("functions")
+def test_whatever_json_holds_reaches_the_function() -> None:
+    with runner("same") as rewards:
+        assert rewards.score("", "", {"answer": -(10**30), "text": "\ud800é", "list": [2**64, None, 0.5]}) == 1.0
+    with runner("quotes") as rewards, pytest.raises(RewardError, match=r"it raised KeyError: .*ud800"):
+        rewards.score("", "", {"text": "\ud800"})
+
+
+@pytest.mark.usefixtures("functions")
 def test_a_version_follows_the_module_s_file_unless_the_user_names_one(tmp_path: Path) -> None:
     def version(**more: str) -> str:
         with runner("good", **more) as rewards:
@@ -76,11 +100,51 @@ def test_a_failure_is_an_error_not_a_reward_of_zero(name: str, why: str) -> None
 def test_a_function_that_hangs_is_killed_at_its_deadline_and_the_next_call_works() -> None:
     with runner("hangs", timeout_s=0.2, retries=0) as rewards:
         started = time.monotonic()
-        with pytest.raises(RewardError, match=r"no reward within 0\.2 s"):
+        with pytest.raises(RewardError, match=r"no reward within 0\.2 s") as failed:
             rewards.score("a", "b", {})
+        assert type(failed.value) is RewardError, "only a verifier that declares it takes a deadline for a wrong answer"
         assert time.monotonic() - started < 2.0
         with pytest.raises(RewardError):
             rewards.score("a", "b", {})
+
+
+@pytest.mark.usefixtures("functions")
+def test_a_process_that_reads_nothing_is_killed_at_the_deadline_however_long_the_answer_is() -> None:
+    long = "x" * 1_000_000
+    with runner("length", timeout_s=1.0, retries=0) as rewards:
+        assert rewards.score("", long, {}) == 1e6
+        assert rewards._process is not None
+        stopped = rewards._process
+        stopped.send_signal(signal.SIGSTOP)
+        os.waitpid(stopped.pid, os.WUNTRACED)
+        started = time.monotonic()
+        with pytest.raises(RewardError, match=r"no reward within 1 s"):
+            rewards.score("", long, {})
+        assert time.monotonic() - started < 4.0
+        assert stopped.returncode == -signal.SIGKILL
+        assert rewards.score("", "abc", {}) == 3.0
+
+
+@pytest.mark.usefixtures("functions")
+@pytest.mark.parametrize(("answer", "why"), [("hangs", "no reward within 2 s"), ("dies", "ended with status 3")])
+def test_what_a_function_started_ends_with_its_process(tmp_path: Path, answer: str, why: str) -> None:
+    with runner("starts", timeout_s=2.0, retries=0) as rewards, pytest.raises(RewardError, match=why):
+        rewards.score("", answer, {"pid": str(tmp_path / "pid")})
+    status, until = Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat"), time.monotonic() + 5.0
+    while status.exists() and status.read_text().rpartition(")")[2].split()[0] not in "ZX":  # whoever adopted it may not have looked yet
+        assert time.monotonic() < until, "it lives on"
+        time.sleep(0.01)
+
+
+@pytest.mark.usefixtures("functions")
+def test_a_call_that_wants_more_memory_than_it_may_have_fails_and_the_next_works() -> None:
+    with runner("takes", retries=0, memory_gb=0.25) as rewards:
+        assert rewards.score("", "128", {}) == 128.0
+        with pytest.raises(RewardError, match="it raised MemoryError"):
+            rewards.score("", "320", {})
+        assert rewards.score("", "128", {}) == 128.0
+    with runner("takes", retries=0, memory_gb=0.0) as rewards:
+        assert rewards.score("", "320", {}) == 320.0
 
 
 @pytest.mark.usefixtures("functions")

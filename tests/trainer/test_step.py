@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from scavenger import wire
 from scavenger.config import RunConfig
-from scavenger.errors import RewardError
+from scavenger.errors import LateAnswer, RewardError
 from scavenger.weights.manifest import Manifest
 from trainer import publish
 from trainer.algorithms.rows import resolve
@@ -198,6 +198,25 @@ def test_a_poisoned_sample_is_masked_with_its_reason_and_the_rest_trained(model_
     assert len(masked) == 6
     assert all("killed 3 engines" in outcome.reason and outcome.advantage == 0.0 and outcome.reward != outcome.reward for outcome in masked)
     assert result.metrics["samples"] == 18
+
+
+class LateReward:
+    """Like `LengthReward`, but no answer of one token is judged within the deadline."""
+
+    version = "late"
+
+    def score(self, prompt: str, answer: str, meta: dict[str, Any]) -> float:
+        reward = LengthReward().score(prompt, answer, meta)
+        if len(answer) > 3:
+            raise LateAnswer("no reward within 1 s")
+        return reward + 1.0
+
+
+def test_an_answer_that_a_verifier_could_not_judge_in_time_has_a_reward_of_0_and_is_counted(model_folder: Path, mesh: DeviceMesh) -> None:
+    result, _ = play(make_config(model_folder), mesh, RecordedRun(random.Random(0)), LateReward())
+    rewards = [outcome.reward for outcome in result.outcomes if outcome.outcome in {"consumed", "filtered"}]
+    assert 0 < rewards.count(0.0) < len(rewards)
+    assert result.metrics["rewards_late"] == rewards.count(0.0)
 
 
 def test_a_reward_error_stops_the_run_unless_it_is_masked(model_folder: Path, mesh: DeviceMesh) -> None:

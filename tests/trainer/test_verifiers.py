@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from scavenger.errors import RewardError
+from scavenger.errors import LateAnswer, RewardError
 from trainer import verifiers
 from trainer.rewards import RewardRunner
 
@@ -56,16 +56,27 @@ def test_a_problem_whose_own_answer_is_no_mathematics_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "said", "gold"),
     [
-        ("math", {}, "\\boxed{" + "9^{" * 6 + "9" + "}" * 6 + "}", "7"),
+        ("math", {}, "\\boxed{10^{10^{10}}}", "7"),
+        ("math", {}, "\\boxed{9!!!!}", "7"),
+        ("math", {}, "\\boxed{(10^9)!}", "7"),
+        ("math", {}, "\\boxed{\\binom{10^9}{5\\cdot 10^8}}", "7"),
         ("regex", {"pattern": "(a+)+b"}, "a" * 64, "x"),
     ],
 )
-def test_an_answer_that_sends_a_verifier_off_is_ended_at_the_deadline_and_the_next_is_scored(
+def test_an_answer_that_cannot_be_judged_is_ended_at_the_deadline_and_wrong_and_the_next_is_scored(
     name: str, options: dict[str, str], said: str, gold: str
 ) -> None:
-    with RewardRunner(f"trainer.verifiers:{name}", timeout_s=3.0, retries=0, options=options) as rewards:
-        rewards.score("", "b", {"answer": "b"} if name == "regex" else {"answer": "1"})  # imports take their time once
+    right = ("ab", "a") if name == "regex" else ("\\boxed{3}", "3")
+    with RewardRunner(f"trainer.verifiers:{name}", timeout_s=2.0, retries=0, options=options) as rewards:
         started = time.monotonic()
-        with pytest.raises(RewardError, match="no reward within 3 s"):
+        with pytest.raises(LateAnswer, match=r"no reward within 2 s"):
             rewards.score("", said, {"answer": gold})
-        assert time.monotonic() - started < 6.0
+        assert time.monotonic() - started < 4.0
+        assert rewards.score("", right[0], {"answer": right[1]}) == 1.0
+
+
+def test_a_problem_that_is_no_mathematics_stays_an_error_however_often_it_is_tried() -> None:
+    with RewardRunner("trainer.verifiers:math", timeout_s=5.0, retries=1) as rewards:
+        with pytest.raises(RewardError, match="it raised ValueError") as failed:
+            rewards.score("", "\\boxed{1}", {"answer": ""})
+        assert not isinstance(failed.value, LateAnswer)
