@@ -196,7 +196,7 @@ def test_the_words_of_another_s_trainer_do_not_enter_reasons_versions_and_names_
     assert "judge:v1@abc" in versions, "what looks like a version stays as it is"
     assert len(versions) == 3
     assert [set(json.loads(str(text))) for (text,) in fetch(url, "SELECT metrics FROM steps ORDER BY id")] == [
-        {"reward", "seconds", word, discretion._digest("metric", quote)}, {"eval_greedy"}, {"loss"},
+        {"reward", word, discretion._digest("metric", quote)}, {"eval_greedy"}, {"loss"},
     ]  # fmt: skip
 
     purge.purge(url, "r")
