@@ -114,7 +114,7 @@ def iperf(streams: int, seconds: float = 3.0) -> tuple[float, float]:
             found = json.loads(done.stdout)
             if "sum_received" in found["end"]:  # it also ends well when nobody listens yet
                 break
-            time.sleep(0.1)
+            time.sleep(0.1)  # between two tries: iperf3 does not say when it listens
         else:
             sys.exit(f"iperf3: {found.get('error')}")
     finally:

@@ -199,7 +199,7 @@ class RewardRunner:
         assert self._process is not None
         until, how = time.monotonic() + ENDING_S, os.WEXITED | os.WNOWAIT | os.WNOHANG
         while os.waitid(os.P_PID, self._process.pid, how) is None and time.monotonic() < until:
-            time.sleep(0.01)
+            time.sleep(0.01)  # between two looks: waiting without reaping has no timeout
         return _end(self._process)
 
     def _read(self, count: int, deadline: float, timeout_s: float) -> bytes:

@@ -7,10 +7,11 @@ end the daemon of all. In tests and in the simulator policies are not guarded: t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeVar
 
 from scavenger.router.policy import Fact, Move, NewPolicy, Placement, RouterPolicy, RunView, Standard, WindowDecision
 
+T = TypeVar("T")
 #: Told once for each fault: the run's name, and what was raised.
 Told = Callable[[str, Exception], None]
 
@@ -27,29 +28,29 @@ class Guarded:
         return self.inner.every_s
 
     def place(self, view: RunView, now: float) -> Sequence[Placement]:
-        return self._ask("place", view, now)  # type: ignore[no-any-return]  # what the method asked gives
+        return self._ask(lambda policy: policy.place(view, now))
 
     def rebalance(self, view: RunView, now: float) -> Sequence[Move]:
-        return self._ask("rebalance", view, now)  # type: ignore[no-any-return]
+        return self._ask(lambda policy: policy.rebalance(view, now))
 
     def window(self, view: RunView, now: float) -> WindowDecision | None:
-        return self._ask("window", view, now)  # type: ignore[no-any-return]
+        return self._ask(lambda policy: policy.window(view, now))
 
     def engines(self, view: RunView, now: float) -> tuple[int, str]:
-        return self._ask("engines", view, now)  # type: ignore[no-any-return]
+        return self._ask(lambda policy: policy.engines(view, now))
 
     def observe(self, fact: Fact, now: float) -> None:
-        self._ask("observe", fact, now)
+        self._ask(lambda policy: policy.observe(fact, now))
 
-    def _ask(self, what: str, *given: Any) -> Any:
+    def _ask(self, question: Callable[[RouterPolicy], T]) -> T:
         try:
-            return getattr(self.inner, what)(*given)
+            return question(self.inner)
         except Exception as error:
             if type(self.inner) is Standard:  # nothing is left to go on with
                 raise
             self._told(self._run, error)
             self.inner = Standard()
-            return getattr(self.inner, what)(*given)
+            return question(self.inner)
 
 
 def guarded(new: NewPolicy, told: Told) -> NewPolicy:

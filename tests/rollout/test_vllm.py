@@ -175,7 +175,7 @@ def eventually(what: str, condition: Callable[[], object], timeout_s: float) -> 
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
-        time.sleep(0.02)
+        time.sleep(0.02)  # between two looks at the condition
 
 
 def command(state_dir: Path, key: Path) -> tuple[list[str], dict[str, str]]:

@@ -133,7 +133,7 @@ def test_what_a_function_started_ends_with_its_process(tmp_path: Path, answer: s
     status, until = Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat"), time.monotonic() + 5.0
     while status.exists() and status.read_text().rpartition(")")[2].split()[0] not in "ZX":  # whoever adopted it may not have looked yet
         assert time.monotonic() < until, "it lives on"
-        time.sleep(0.01)
+        time.sleep(0.01)  # between two looks at the condition
 
 
 @pytest.mark.usefixtures("functions")

@@ -526,7 +526,7 @@ def drip(sock: socket.socket, piece: bytes, for_s: float) -> None:
     until = time.monotonic() + for_s
     while time.monotonic() < until:
         sock.sendall(piece)
-        time.sleep(0.02)
+        time.sleep(0.02)  # the dripping itself is what is tested
 
 
 def test_a_connection_that_proves_nothing_ends_however_it_drips(tcp: WeightSource, monkeypatch: pytest.MonkeyPatch) -> None:
