@@ -164,6 +164,7 @@ class Pull:
             stuck = [stream for stream in streams if stream.is_alive()]
             for stream in stuck:
                 stream.left = True
+            self._streams = stuck  # those that ended would hold, through this pull, a view of the memory until a collector comes
         for stream in stuck:
             _log.warning("weights.stuck", source=stream.source.endpoint, reason=f"it did not end within {JOIN_S:g} s")
         if self.context is not None and not stuck:  # else it stays for the next try
