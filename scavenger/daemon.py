@@ -273,7 +273,7 @@ class Daemon:
             self.clock(), writer.generation, socket.gethostname(), os.getpid(), started_at, str(writer.state), writer.reason,
             writer.backlog, writer.backlog_bytes, writer.wal.nbytes, writer.wal.written_back, writer.wal.blocked,
             payloads.nbytes, payloads.bound, payloads.evictions, server.gate.reads,
-            database=writer.engine.dialect.name,
+            database=writer.engine.dialect.name, logged_moves=writer.logged_moves,
         )  # fmt: skip
 
     def _tell_end(self, seen: status.Status) -> None:

@@ -129,7 +129,7 @@ def fold_left(connection: sa.Connection, write: Write) -> int:
 
 
 def _unpacked(n: int, packed: bytes) -> Batch:
-    remedy = "restore the ledger from a backup: docs/recovery.md"
+    remedy = "start the release that wrote it and stop it: it folds its log; else restore the ledger from a backup (docs/recovery.md)"
     try:
         moves = tuple(LeaseMoved(*row) for row in _ROWS.decode(packed))
     except msgspec.MsgspecError as error:

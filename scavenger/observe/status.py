@@ -51,6 +51,7 @@ class Status(msgspec.Struct, frozen=True):
     reason: str = ""  # of FENCED and FAILED
     stopped_at: float | None = None
     database: str = "sqlite"  # or "postgresql"
+    logged_moves: int = 0  # durable, and not in `leases` and `samples` yet: what reports lag behind
 
 
 def path(state_dir: Path) -> Path:
@@ -105,6 +106,8 @@ def lines(status: Status, now: float, runs: bool | None = None) -> list[str]:
         f"daemon    generation {s.generation}, pid {s.pid} on {s.host}, since {_utc(s.started_at)}",
         f"ledger    {was}{ill}; {s.backlog_records:,} records ({_mb(s.backlog_bytes)}) not durable {'then' if gone else 'yet'}",
     ]
+    if s.logged_moves:
+        said.append(f"moves     {s.logged_moves:,} are durable and not yet in what reports read")
     if s.database == "sqlite":
         said.append(
             f"log       {_mb(s.wal_bytes)} (SQLite's); when too large written back {s.wal_written_back} times, "

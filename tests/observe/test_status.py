@@ -77,6 +77,10 @@ def test_the_terminal_sees_the_figures_and_how_old_they_are() -> None:
     text = "\n".join(status.lines(SEEN, 1001.0))
     for said in ("generation 3, pid 77 on login1", "12 records (1.0 MiB) not durable", "3.0 MiB (SQLite's)", "written back 4 times"):
         assert said in text
+    assert "moves" not in text
+    assert "10,000 are durable and not yet in what reports read" in "\n".join(
+        status.lines(msgspec.structs.replace(SEEN, logged_moves=10_000), 1001.0)
+    )
     for said in ("prevented by a reader 5 times", "6.0 MiB of 512.0 MiB", "7 samples evicted", "8 reads back"):
         assert said in text
     assert "old" not in text
