@@ -52,8 +52,10 @@ class Exported:
 def export(url: str, out: Path, run: str | None = None, *, contents: bool = False, fmt: Format = "jsonl") -> Exported:
     """Write the accounting of the newest run of that name (None: of everything) into `out`, which must be empty or not exist.
 
-    Payloads and hashes are base64 of what the ledger holds. Of a run whose engines were lost a moment ago, leases and samples may tell of
-    the moment before (`move_log`, which only a whole export holds). Raises `LedgerError` for an unknown run or a folder with something in it.
+    Payloads and hashes are base64 of what the ledger holds. Of a run whose engines were lost a moment ago, leases and samples may tell
+    of the moment before (`move_log`, which only a whole export holds).
+
+    Raises `LedgerError` for an unknown run or a folder with something in it.
     """
     engine = store.open_readonly(url)
     try:
