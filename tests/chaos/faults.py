@@ -85,11 +85,14 @@ class StoppedDaemon:
         self.generation = self.site.generation
         os.kill(self.first.pid, signal.SIGSTOP)
 
+    def superseded(self) -> bool:
+        return self.site.generation > self.generation
+
     def over(self) -> bool:
         """First the successor, then the end of the first. Raises AssertionError when it does not end, or otherwise than fenced."""
         now = time.monotonic()
         if not self.woken_at:
-            if self.site.generation > self.generation or now - self.since > PATIENCE_S or self.first.poll() is not None:
+            if self.superseded() or now - self.since > PATIENCE_S or self.first.poll() is not None:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self.first.pid, signal.SIGCONT)
                 self.woken_at = now

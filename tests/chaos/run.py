@@ -177,7 +177,9 @@ class Chaos:
                 self._daemon_at = now + self._pause_after(self._daemon)
             if now >= self._daemon_at:
                 self.site.end_daemon(self._daemon)  # closes its pipe
-                self._daemon, self._daemon_at = self.site.spawn_daemon(), 0.0
+                # Beside a stalled one that still holds the ledger: its successor was killed before it had it, and so this one takes over too.
+                held = any(isinstance(lasting, StoppedDaemon) and not lasting.superseded() for lasting in self._lasting)
+                self._daemon, self._daemon_at = self.site.spawn_daemon(*(["--take-over"] if held else [])), 0.0
         job = play.job(self.site, self._job)
         if job is not None and job.state in play.ENDED and not job.flags and job.state is not JobState.COMPLETED:
             # a killed slurmctld refuses while it starts: then it is tried again at the next look
