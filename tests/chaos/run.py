@@ -177,7 +177,7 @@ class Chaos:
                 self._daemon_at = now + self._pause_after(self._daemon)
             if now >= self._daemon_at:
                 self.site.end_daemon(self._daemon)  # closes its pipe
-                # Beside a stalled one that still holds the ledger: its successor was killed before it had it, and so this one takes over too.
+                # Beside a stalled one that still holds the ledger: its successor was killed before it had it, and this one takes over.
                 held = any(isinstance(lasting, StoppedDaemon) and not lasting.superseded() for lasting in self._lasting)
                 self._daemon, self._daemon_at = self.site.spawn_daemon(*(["--take-over"] if held else [])), 0.0
         job = play.job(self.site, self._job)
