@@ -212,6 +212,7 @@ class _Stream(threading.Thread):
         self._bad_deltas = 0
         self._have_at: float | None = None  # when it was last asked what it has; None: not on this connection
         self._have_due = False
+        self._far = False  # whether it was found not to be this node's neighbour
         self._complaint = ""  # what its connection was last lost for
         self._known = False  # whether it said on this connection what it has: nothing is asked of it before
 
@@ -362,7 +363,9 @@ class _Stream(threading.Thread):
             try:
                 return FileChannel.neighbour(source, pull.manifest, patience)
             except (OSError, WireError) as error:  # another network namespace, perhaps: the network remains
-                _log.info("weights.no_shared_memory", source=source.endpoint, reason=str(error))
+                if not self._far:  # told once, not each time that it is tried again
+                    _log.info("weights.no_shared_memory", source=source.endpoint, reason=str(error))
+                self._far = True
         if not source.server_key:
             return TcpChannel.connect(source, version, patience)
         with pull.lock:

@@ -180,12 +180,22 @@ class Chaos:
                 # Beside a stalled one that still holds the ledger: its successor was killed before it had it, and this one takes over.
                 held = any(isinstance(lasting, StoppedDaemon) and not lasting.superseded() for lasting in self._lasting)
                 self._daemon, self._daemon_at = self.site.spawn_daemon(*(["--take-over"] if held else [])), 0.0
-        job = play.job(self.site, self._job)
-        if job is not None and job.state in play.ENDED and not job.flags and job.state is not JobState.COMPLETED:
+        if why := self._job_lost():
             # a killed slurmctld refuses while it starts: then it is tried again at the next look
             with contextlib.suppress(ClusterError, ClusterUnavailable):
                 self._job = play.submit(self.site, self.run_toml)
-                self.say(f"{self._clock()} the training job ended as {job.state}; submitted again as {self._job}")
+                self.say(f"{self._clock()} the training job {why}; submitted again as {self._job}")
+
+    def _job_lost(self) -> str:
+        """Why a person would submit the training job again; "" while it goes on, is complete, or nobody can tell."""
+        try:
+            job = next((job for job in self.site.cluster.view().jobs if job.job_id == self._job), None)
+        except ClusterUnavailable:
+            return ""
+        if job is None:  # a slurmctld that is killed within seconds of sbatch has not saved it
+            return "is unknown to the cluster"
+        ended = job.state in play.ENDED and not job.flags and job.state is not JobState.COMPLETED
+        return f"ended as {job.state}" if ended else ""
 
     def _pause_after(self, daemon: subprocess.Popen[bytes]) -> float:
         """Seconds until the daemon is started again. One that ended by itself after it had served is a finding."""
