@@ -59,7 +59,7 @@ class DaemonSection(Section):
 
 
 class ClusterSection(Section):
-    backend: Literal["auto", "slurm", "local"] = "auto"
+    backend: Literal["auto", "slurm", "pyslurm", "local"] = "auto"
     local_dir: Path | None = None  # the local backend's directory
     observe_s: Seconds = 60.0  # seconds between observations
     quick_s: Seconds = 15.0  # while something is expected (just submitted, just preempted)

@@ -43,7 +43,14 @@ class ClusterError(ScavengerError):
 
 
 class ClusterUnavailable(ClusterError):
-    """The scheduler did not answer; the same call may succeed later (back off and try again)."""
+    """The scheduler did not answer, or not completely; the same call may succeed later (back off and try again).
+
+    `trouble` names what kind of failure it was (`scavenger.cluster.trouble.Trouble`); an answer that cannot be read is "partial".
+    """
+
+    def __init__(self, cause: str, remedy: str = "", *, trouble: str = "partial") -> None:
+        super().__init__(cause, remedy)
+        self.trouble = trouble
 
 
 class SubmitUnknown(ClusterError):

@@ -4,9 +4,11 @@ skipping."""
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ from pathlib import Path
 import pytest
 import structlog
 
+from scavenger.cluster.pyslurm_client import unfit
 from scavenger.ledger.private_postgres import programs
 
 SLURM = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol")
@@ -33,9 +36,20 @@ def lacks(*programs: str) -> str:
     return f"no {', '.join(missing)} here" if missing else ""
 
 
+@functools.cache
+def lacks_pyslurm() -> str:
+    """Why no test can use pyslurm here, or "". Nothing is imported, and no controller asked: the commands want a slurm.conf, slurmd does not."""
+    if lacks("slurmd"):
+        return lacks("slurmd")
+    path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+    said = subprocess.run([shutil.which("slurmd", path=path) or "slurmd", "-V"], capture_output=True, text=True, check=False).stdout
+    return unfit(said.split()[-1] if said.split() else "")
+
+
 SERVICES: dict[str, Callable[[], str]] = {
     "slurm": lambda: lacks(*SLURM),
     "mpi": lambda: lacks("mpirun"),
+    "pyslurm": lacks_pyslurm,
     "postgres": lambda: "" if os.environ.get("SCAVENGER_TEST_PG") or programs() else "no PostgreSQL server here",
     "vllm": lambda: "" if importlib.util.find_spec("vllm") else "no vLLM here",
     "gpu": lambda: "" if Path("/dev/nvidia0").exists() else "no NVIDIA GPU here",
@@ -67,4 +81,5 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         if reason and service in required():
             pytest.fail(f"SCAVENGER_REQUIRE asks for {service}: {reason} (scripts/bootstrap installs it)", pytrace=False)
         if reason:
-            pytest.skip(f"needs {service}: {reason}; scripts/bootstrap installs it on Debian and Ubuntu as root")
+            script = "scripts/build-pyslurm builds it" if service == "pyslurm" else "scripts/bootstrap installs it"
+            pytest.skip(f"needs {service}: {reason}; {script} on Debian and Ubuntu as root")

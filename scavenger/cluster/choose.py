@@ -13,6 +13,7 @@ import structlog
 from scavenger.cluster.local import LocalCluster
 from scavenger.cluster.model import ClusterInfo
 from scavenger.cluster.port import Cluster
+from scavenger.cluster.pyslurm_client import PyslurmCluster, unfit
 from scavenger.cluster.slurm import SlurmCluster
 from scavenger.config import DaemonConfig
 from scavenger.errors import ClusterError, ClusterUnavailable, ConfigError
@@ -23,22 +24,53 @@ log = structlog.get_logger()
 
 def backend(config: DaemonConfig) -> Cluster:
     """The cluster of this configuration. Raises `ConfigError` when it cannot be had, naming the remedy."""
-    wanted = config.cluster.backend
-    slurm = shutil.which("sbatch") is not None
-    if wanted == "auto":
-        wanted = "local" if config.cluster.local_dir is not None else "slurm"
-        log.info("backend", chosen=wanted, reason="cluster.local_dir is set" if wanted == "local" else "no cluster.local_dir is set")
-    if wanted == "slurm":
-        if not slurm:
-            raise ConfigError(
-                "no Slurm on this host: sbatch is not on PATH",
-                'run the daemon on a login node, or set backend = "local" and local_dir in [cluster]',
-            )
-        return SlurmCluster(timeout_s=config.cluster.command_timeout_s)
-    if config.cluster.local_dir is None:
+    section = config.cluster
+    if section.backend == "local" or (section.backend == "auto" and section.local_dir is not None):
+        return _local(config)
+    if shutil.which("sbatch") is None:
+        raise ConfigError(
+            "no Slurm on this host: sbatch is not on PATH",
+            'run the daemon on a login node, or set backend = "local" and local_dir in [cluster]',
+        )
+    commands = SlurmCluster(timeout_s=section.command_timeout_s)
+    if section.backend == "slurm":
+        log.info("backend", chosen="slurm", reason="backend = \"slurm\": Slurm's commands")
+        return commands
+    eyes, why_not = with_pyslurm(commands, section.command_timeout_s)
+    if eyes is not None:
+        log.info("backend", chosen="pyslurm", reason=f"pyslurm {eyes.start()} is that of this Slurm")
+        return eyes
+    if section.backend == "pyslurm":
+        remedy = 'build the one for this Slurm (scripts/build-pyslurm), or set backend = "auto"'
+        raise ConfigError(f'backend = "pyslurm": {why_not}', remedy)
+    log.info("backend", chosen="slurm", reason=f"Slurm's commands, without pyslurm: {why_not}")
+    return commands
+
+
+def with_pyslurm(commands: SlurmCluster, timeout_s: float) -> tuple[PyslurmCluster | None, str]:
+    """A backend whose pyslurm was found, is that of this Slurm, and has been imported in its process; or None, and why not."""
+    try:
+        why_not = unfit(commands.version())
+    except ClusterError as error:
+        why_not = f"the version of Slurm's commands is not known: {error.cause}"
+    if why_not:
+        return None, why_not
+    cluster = PyslurmCluster(commands, timeout_s)
+    try:
+        cluster.start()
+    except ClusterUnavailable as error:
+        cluster.close()
+        return None, error.cause
+    return cluster, ""
+
+
+def _local(config: DaemonConfig) -> Cluster:
+    section = config.cluster
+    log.info("backend", chosen="local", reason="cluster.local_dir is set" if section.backend == "auto" else 'backend = "local"')
+    if section.local_dir is None:
         remedy = "name the directory of a running `python -m scavenger.cluster.local serve`"
         raise ConfigError('backend = "local" needs cluster.local_dir', remedy)
-    return LocalCluster(config.cluster.local_dir, timeout_s=config.cluster.command_timeout_s)
+    return LocalCluster(section.local_dir, timeout_s=section.command_timeout_s)
 
 
 def preflight(config: DaemonConfig, cluster: Cluster) -> None:

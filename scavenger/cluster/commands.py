@@ -11,41 +11,25 @@ Knows nothing of processes, clocks or environment variables. Times are asked for
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from scavenger.cluster.hostlist import expand
-from scavenger.cluster.model import (
-    ClusterInfo,
-    Job,
-    JobFlag,
-    JobSpec,
-    JobState,
-    Node,
-    Partition,
-    PreemptMode,
+from scavenger.cluster.model import ClusterInfo, Job, JobSpec, Node, Partition
+from scavenger.cluster.slurm_text import (
+    NOTHING,
+    Asked,
+    count_gpus,
+    gpu_type,
+    job_gpus,
+    parse_duration,
+    parse_node_states,
+    parse_preempt_mode,
+    parse_state,
+    parse_tres,
+    spread,
+    text_or_empty,
 )
 from scavenger.errors import ClusterError, ClusterUnavailable
-
-INFINITE_S = float("inf")
-
-# What a flag means when `squeue` shows it in the state's place. A COMPLETING job still holds its node.
-_FLAG_BASE: Mapping[JobFlag, JobState] = {
-    JobFlag.COMPLETING: JobState.RUNNING,
-    JobFlag.CONFIGURING: JobState.RUNNING,
-    JobFlag.RESIZING: JobState.RUNNING,
-    JobFlag.SIGNALING: JobState.RUNNING,
-    JobFlag.STAGE_OUT: JobState.RUNNING,
-    JobFlag.STOPPED: JobState.SUSPENDED,
-    JobFlag.REQUEUED: JobState.PENDING,
-    JobFlag.REQUEUE_HOLD: JobState.PENDING,
-    JobFlag.REQUEUE_FED: JobState.PENDING,
-    JobFlag.SPECIAL_EXIT: JobState.PENDING,
-    JobFlag.REVOKED: JobState.CANCELLED,
-}
-_STATES = {state.value: state for state in JobState}
-_FLAGS = {flag.value: flag for flag in JobFlag}
-_NOTHING = frozenset({"", "(null)", "N/A", "n/a", "None", "NONE", "NOT_SET", "Unknown", "INVALID"})
-_UNLIMITED = frozenset({"UNLIMITED", "INFINITE"})
 
 # squeue -O names. Order is ours; what users and plugins write comes last.
 _JOB_FIELDS = (
@@ -74,6 +58,10 @@ def partitions_argv() -> list[str]:
 
 def config_argv() -> list[str]:
     return ["scontrol", "show", "config"]
+
+
+def version_argv() -> list[str]:
+    return ["scontrol", "--version"]  # like every one of them, it wants a slurm.conf even for this
 
 
 def cancel_argv(job_ids: Sequence[int]) -> list[str]:
@@ -149,6 +137,14 @@ def parse_submitted(stdout: str) -> int:
     return int(match[1])
 
 
+def parse_version(stdout: str) -> str:
+    """'22.05.8' from 'slurm-wlm 22.05.8' (Debian's) or 'slurm 24.11.1'. Raises `ClusterUnavailable` on anything else."""
+    match = re.fullmatch(r"\S+ (\d+\.\d+[^\s]*)\s*", stdout)
+    if match is None:
+        raise ClusterUnavailable(f"scontrol --version printed no version: {stdout[:80]!r}")
+    return match[1]
+
+
 def parse_jobs(stdout: str, mark: str) -> tuple[Job, ...]:
     """Jobs from `squeue_argv(mark)`, sorted by id."""
     fields = stdout.split(mark)
@@ -166,14 +162,13 @@ def _job(values: Sequence[str]) -> Job:
     what = f"squeue job {job_id}"
     state, flags = parse_state(row["State"])
     n_nodes = _integer(f"{what} NumNodes", row["NumNodes"].split("-")[0])
-    nodes = tuple(expand(row["NodeList"])) if row["NodeList"] not in _NOTHING else ()
-    gpus = _job_gpus(row, n_nodes, _integer(f"{what} NumTasks", row["NumTasks"]))
-    even = bool(nodes) and gpus > 0 and gpus % len(nodes) == 0
+    nodes = tuple(expand(row["NodeList"])) if row["NodeList"] not in NOTHING else ()
+    gpus = job_gpus(_asked(row), n_nodes, _integer(f"{what} NumTasks", row["NumTasks"]))
     return Job(
         job_id=job_id, user=row["UserName"], partition=row["Partition"], state=state, flags=flags,
-        reason="" if row["Reason"] in _NOTHING else row["Reason"], name=row["Name"],
+        reason=text_or_empty(row["Reason"]), name=row["Name"],
         comment="" if row["Comment"] == "(null)" else row["Comment"], nodes=nodes, gpus=gpus,
-        gpus_by_node=tuple((node, gpus // len(nodes)) for node in nodes) if even else (), n_nodes=n_nodes,
+        gpus_by_node=spread(gpus, nodes), n_nodes=n_nodes,
         cpus=_integer(f"{what} NumCPUs", row["NumCPUs"].split("-")[0]),
         priority=_integer(f"{what} Priority", row["PriorityLong"]),
         restart_count=_integer(f"{what} RestartCnt", row["RestartCnt"]),
@@ -182,34 +177,8 @@ def _job(values: Sequence[str]) -> Job:
         time_limit_s=parse_duration(row["TimeLimit"]), exit_code=_exit_code(row["exit_code"]))
 
 
-def _job_gpus(row: Mapping[str, str], n_nodes: int, n_tasks: int) -> int:
-    """GPUs over all nodes. The allocation says it only where the site tracks gres/gpu; else what was asked for does."""
-    allocated = parse_tres(row["tres-alloc"])
-    if "gres/gpu" in allocated:
-        return allocated["gres/gpu"]
-    if row["tres-per-job"] not in _NOTHING:
-        return count_gpus(row["tres-per-job"])
-    if row["tres-per-node"] not in _NOTHING:
-        return count_gpus(row["tres-per-node"]) * n_nodes
-    if row["tres-per-task"] not in _NOTHING:
-        return count_gpus(row["tres-per-task"]) * n_tasks
-    return count_gpus(row["tres-per-socket"]) * n_nodes if row["tres-per-socket"] not in _NOTHING else 0
-
-
-def parse_state(text: str) -> tuple[JobState, frozenset[JobFlag]]:
-    """A state as `squeue` prints it: a base state, or a flag in its place, or both ('RUNNING,COMPLETING')."""
-    base: JobState | None = None
-    flags = set()
-    for word in re.split(r"[,+]", text.strip()):
-        if word in _STATES:
-            base = _STATES[word]
-        elif word in _FLAGS:
-            flags.add(_FLAGS[word])
-        else:
-            raise ClusterUnavailable(f"unknown job state {text!r}", "this Slurm version may be too new; report it")
-    if base is None:
-        base = _FLAG_BASE[min(flags, key=lambda flag: flag is not JobFlag.COMPLETING)]
-    return base, frozenset(flags)
+def _asked(row: Mapping[str, str]) -> Asked:
+    return Asked(row["tres-alloc"], row["tres-per-job"], row["tres-per-node"], row["tres-per-task"], row["tres-per-socket"])
 
 
 def parse_nodes(stdout: str) -> tuple[Node, ...]:
@@ -235,22 +204,6 @@ def _node(line: str) -> Node:
         memory_allocated_mb=_integer(f"{what} AllocMem", row["AllocMem"]))
 
 
-_NODE_MARKS = {"*": "not_responding", "~": "powered_down", "#": "powering_up", "!": "power_down", "%": "powering_down",
-               "$": "maint", "@": "reboot", "^": "reboot", "-": "planned"}
-
-
-def parse_node_states(text: str) -> frozenset[str]:
-    """'IDLE+DRAIN', 'DOWN*', 'MIXED+NOT_RESPONDING' as lower-case words, the trailing marks spelled out."""
-    words = set()
-    for word in text.split("+"):
-        bare = word.rstrip("".join(_NODE_MARKS))
-        words |= {_NODE_MARKS[mark] for mark in word[len(bare):]}
-        if not re.fullmatch(r"[A-Z_]+", bare):
-            raise ClusterUnavailable(f"unknown node state {text!r}")
-        words.add(bare.lower())
-    return frozenset(words)
-
-
 def parse_partitions(stdout: str) -> tuple[Partition, ...]:
     """Partitions from `partitions_argv`, sorted by name."""
     parts = (_partition(line) for line in _lines("scontrol show partition", stdout))
@@ -261,19 +214,10 @@ def _partition(line: str) -> Partition:
     row = _pairs(line, ("PartitionName", "GraceTime", "MaxTime", "Nodes", "PriorityTier", "PreemptMode", "State"))
     what = f"partition {row['PartitionName']}"
     return Partition(
-        name=row["PartitionName"], nodes=frozenset(() if row["Nodes"] in _NOTHING else expand(row["Nodes"])),
+        name=row["PartitionName"], nodes=frozenset(() if row["Nodes"] in NOTHING else expand(row["Nodes"])),
         priority_tier=_integer(f"{what} PriorityTier", row["PriorityTier"]),
-        preempt_mode=_preempt_mode(row["PreemptMode"]), grace_s=float(_integer(f"{what} GraceTime", row["GraceTime"])),
+        preempt_mode=parse_preempt_mode(row["PreemptMode"]), grace_s=float(_integer(f"{what} GraceTime", row["GraceTime"])),
         max_time_s=parse_duration(row["MaxTime"]), up=row["State"] == "UP")
-
-
-def _preempt_mode(text: str) -> PreemptMode:
-    words = set(text.split(",")) - {"GANG", "WITHIN"}
-    if not words:
-        return PreemptMode.OFF
-    if len(words) > 1 or not words <= set(PreemptMode):
-        raise ClusterUnavailable(f"unknown PreemptMode {text!r}")
-    return PreemptMode(words.pop())
 
 
 def parse_info(stdout: str, *, user: str, backend: str = "slurm") -> ClusterInfo:
@@ -285,50 +229,6 @@ def parse_info(stdout: str, *, user: str, backend: str = "slurm") -> ClusterInfo
             kill_wait_s=_seconds(row["KillWait"]), message_timeout_s=_seconds(row["MessageTimeout"]), user=user)
     except KeyError as error:
         raise ClusterUnavailable(f"scontrol show config has no {error}") from error
-
-
-# ---- numbers --------------------------------------------------------------------------------------------------------
-
-def parse_duration(text: str) -> float:
-    """Seconds from 'M', 'M:S', 'H:M:S', 'D-H', 'D-H:M', 'D-H:M:S'; infinite when unlimited, 0 when not set."""
-    if text in _UNLIMITED:
-        return INFINITE_S
-    if text in _NOTHING or text == "Partition_Limit":
-        return 0.0
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
-    if match is None:
-        raise ClusterUnavailable(f"not a duration: {text!r}")
-    parts = [int(part) for part in match.groups()[1:] if part is not None]
-    if match[1] is not None:
-        hours, minutes, seconds = [*parts, 0, 0][:3]
-        return float(int(match[1]) * 86400 + hours * 3600 + minutes * 60 + seconds)
-    hours, minutes, seconds = {1: [0, *parts, 0], 2: [0, *parts], 3: parts}[len(parts)]
-    return float(hours * 3600 + minutes * 60 + seconds)
-
-
-def parse_tres(text: str) -> dict[str, int]:
-    """'cpu=4,node=1,gres/gpu=2' as counts; typed entries ('gres/gpu:h100=2') and memory are left out."""
-    pairs = (item.partition("=") for item in text.split(",") if "=" in item)
-    return {key: int(value) for key, _, value in pairs if value.isdigit() and ":" not in key}
-
-
-def count_gpus(text: str) -> int:
-    """GPUs in a Gres text: 'gpu:h100:4(S:0-1)', 'gres:gpu:2', 'gres/gpu:h100=1', 'gpu', several joined by commas."""
-    return sum(count for _, count in _gpu_items(text))
-
-
-def gpu_type(text: str) -> str:
-    """The first GPU's type in a Gres text, or ''."""
-    return next((kind for kind, _ in _gpu_items(text)), "")
-
-
-def _gpu_items(text: str) -> Iterable[tuple[str, int]]:
-    if text in _NOTHING:
-        return
-    for item in re.sub(r"\([^)]*\)", "", text).split(","):
-        match = re.fullmatch(r"(?:gres[:/])?gpu(?:[:/]([A-Za-z][\w.-]*))?(?:[:=](\d+))?", item.strip())
-        if match is not None:
-            yield match[1] or "", int(match[2]) if match[2] is not None else 1
 
 
 def _integer(what: str, text: str) -> int:
@@ -347,12 +247,12 @@ def _seconds(text: str) -> float:
 
 def _time(text: str) -> float:
     """Unix seconds; 0 when Slurm has none ('N/A', 'Unknown')."""
-    return 0.0 if text in _NOTHING else float(_integer("a time", text))
+    return 0.0 if text in NOTHING else float(_integer("a time", text))
 
 
 def _exit_code(text: str) -> int:
     """The shell's view (128 + signal) of the wait status that squeue prints."""
-    status = 0 if text in _NOTHING else _integer("exit_code", text)
+    status = 0 if text in NOTHING else _integer("exit_code", text)
     signum = status & 0x7F
     return 128 + signum if signum else status >> 8 & 0xFF
 

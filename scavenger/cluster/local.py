@@ -24,7 +24,9 @@ from typing import Self, TypeVar
 
 from scavenger.cluster import local_wire as wire
 from scavenger.cluster.layout import Layout, decode_layout, demo_layout, encode_layout
-from scavenger.cluster.model import ClusterInfo, ClusterView, JobSpec
+from scavenger.cluster.model import ClusterInfo, ClusterView, Job, JobSpec
+from scavenger.cluster.rpc import RpcCounter
+from scavenger.cluster.trouble import Trouble
 from scavenger.errors import ClusterError, ClusterUnavailable, ScavengerError, SubmitUnknown
 
 _R = TypeVar("_R")
@@ -45,12 +47,16 @@ class LocalCluster:
     def __init__(self, base: Path | str, timeout_s: float = 10.0) -> None:
         self._path = socket_path(Path(base))
         self._timeout_s = timeout_s
+        self.rpc = RpcCounter()  # stays empty: there is no Slurm controller to ask
 
     def info(self) -> ClusterInfo:
         return self._ask(wire.GetInfo(), wire.InfoReply).info
 
     def view(self) -> ClusterView:
         return self._ask(wire.GetView(), wire.ViewReply).view
+
+    def jobs(self) -> tuple[Job, ...]:
+        return self.view().jobs
 
     def submit(self, spec: JobSpec) -> int:
         here = replace(spec, workdir=spec.workdir or os.getcwd())
@@ -101,7 +107,8 @@ class LocalCluster:
             if isinstance(error, ClusterUnavailable):
                 raise
             raise ClusterUnavailable(f"no local cluster answers at {self._path}: {error}",
-                                     "start one: python -m scavenger.cluster.local serve --dir DIR") from error
+                                     "start one: python -m scavenger.cluster.local serve --dir DIR",
+                                     trouble=Trouble.NO_ANSWER if isinstance(error, TimeoutError) else Trouble.DOWN) from error
 
 
 class LocalServer:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from scavenger.cluster.model import ClusterInfo, ClusterView, JobSpec
+from scavenger.cluster.model import ClusterInfo, ClusterView, Job, JobSpec
+from scavenger.cluster.rpc import RpcCounter
 
 
 class Cluster(Protocol):
@@ -14,12 +15,21 @@ class Cluster(Protocol):
     record, and `ClusterError` when it refused, with the scheduler's own words. None of them returns a partial answer.
     """
 
+    @property
+    def rpc(self) -> RpcCounter:
+        """Requests sent to a Slurm controller so far. May be read from any thread."""
+        ...
+
     def info(self) -> ClusterInfo:
         """Version, preemption type and the waits that bound how long a hung job delays others."""
         ...
 
     def view(self) -> ClusterView:
         """Nodes, jobs and partitions in one observation (finished jobs may be listed for a while)."""
+        ...
+
+    def jobs(self) -> tuple[Job, ...]:
+        """The jobs alone, as in `view`: the cheapest look."""
         ...
 
     def submit(self, spec: JobSpec) -> int:

@@ -1,28 +1,28 @@
 """Slurm through its commands: the only place that runs them.
 
 Owns processes, deadlines and the reading of exit statuses. What is run and how it is read is in `commands`. An
-observation is three commands whatever the number of jobs.
+observation is two commands whatever the number of jobs, and a third every `PARTITIONS_S`.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import pwd
 import re
 import secrets
 import subprocess
 import time
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from scavenger.cluster import commands
-from scavenger.cluster.model import ClusterInfo, ClusterView, JobSpec
+from scavenger.cluster import commands, rpc
+from scavenger.cluster.model import ClusterInfo, ClusterView, Job, JobSpec, Node, Partition
+from scavenger.cluster.rpc import RpcCounter
+from scavenger.cluster.trouble import Trouble, trouble_of
 from scavenger.errors import ClusterError, ClusterUnavailable, SubmitUnknown
 
-# No answer, or a broken one: the controller may be back later.
-_UNAVAILABLE = re.compile(r"Unable to contact slurm controller|Connection (refused|reset)|Socket timed out|timed out|"
-                          r"Zero Bytes|Communication connection failure|Transport endpoint|backup controller|"
-                          r"temporarily unable|Munge|Protocol authentication|Header lengths", re.I)
+#: Partitions change with the site's configuration, not with its jobs: they are asked for this often, not at every look.
+PARTITIONS_S = 300.0
 # sbatch sent its request and then lost the answer: the job may exist.
 _ANSWER_LOST = re.compile(r"Socket timed out|Zero Bytes|timed out|Unexpected message|Transport endpoint|"
                           r"Connection reset|Header lengths", re.I)
@@ -35,41 +35,52 @@ _CANCEL_BATCH = 500
 class SlurmCluster:
     """`port.Cluster` over Slurm's commands.
 
-    `env` is the environment for them (default: this process's, without what an outer Slurm job left in it). `rpc_counts`
-    counts the commands run, by name, so that the load we put on the controller can be seen.
+    `env` is the environment for them (default: this process's, without what an outer Slurm job left in it). `rpc` counts the
+    requests that the commands send to the controller, so that the load we put on it can be seen.
     """
 
-    def __init__(self, env: Mapping[str, str] | None = None, timeout_s: float = 20.0) -> None:
+    def __init__(self, env: Mapping[str, str] | None = None, timeout_s: float = 20.0, partitions_s: float = PARTITIONS_S) -> None:
         inherited = os.environ if env is None else env
         self._env = {key: value for key, value in inherited.items()
                      if not key.startswith(_STEERING) or key == "SLURM_CONF"}
         self._env["SLURM_TIME_FORMAT"] = "%s"
         self._env["LC_ALL"] = "C.UTF-8"
         self._timeout_s = timeout_s
-        self.rpc_counts: Counter[str] = Counter()
+        self.partitions = Remembered(partitions_s)
+        self.rpc = RpcCounter()
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What our commands run in: a Slurm of its own is found by SLURM_CONF, and nothing of an outer job steers it."""
+        return dict(self._env)
+
+    def version(self) -> str:
+        """Of Slurm's commands, as they say it themselves; asks no controller. Raises `ClusterError`."""
+        return commands.parse_version(self._ask(commands.version_argv(), {}))
 
     def info(self) -> ClusterInfo:
-        return commands.parse_info(self._ask(commands.config_argv()), user=pwd.getpwuid(os.getuid()).pw_name)
+        return commands.parse_info(self._ask(commands.config_argv(), rpc.CONFIG), user=pwd.getpwuid(os.getuid()).pw_name)
 
     def view(self) -> ClusterView:
         # nodes first: a GPU taken between two commands then shows an owner in the queue; the other order would show a
         # busy GPU that nobody holds
-        nodes = commands.parse_nodes(self._ask(commands.nodes_argv()))
-        partitions = commands.parse_partitions(self._ask(commands.partitions_argv()))
+        nodes = commands.parse_nodes(self._ask(commands.nodes_argv(), rpc.NODES))
+        partitions = self.partitions.agreeing(nodes, self._ask_partitions)
+        return ClusterView(observed_at=time.time(), nodes=nodes, jobs=self.jobs(), partitions=partitions)
+
+    def jobs(self) -> tuple[Job, ...]:
         mark = "x" + secrets.token_hex(12)  # a leading digit would be read as a width
-        jobs = commands.parse_jobs(self._ask(commands.squeue_argv(mark)), mark)
-        known = {node.name for node in nodes}
-        lost = sorted({name for part in partitions for name in part.nodes} - known)
-        if lost:
-            raise ClusterUnavailable(f"scontrol show node left out {', '.join(lost[:5])}")
-        return ClusterView(observed_at=time.time(), nodes=nodes, jobs=jobs, partitions=partitions)
+        return commands.parse_jobs(self._ask(commands.squeue_argv(mark), rpc.JOBS), mark)
+
+    def _ask_partitions(self) -> tuple[Partition, ...]:
+        return commands.parse_partitions(self._ask(commands.partitions_argv(), rpc.PARTITIONS))
 
     def submit(self, spec: JobSpec) -> int:
         argv = commands.sbatch_argv(spec)
         # the job's environment is what we say and a plain base: nothing of the daemon's own leaks into it
         env = {key: self._env[key] for key in _JOB_BASE if key in self._env} | commands.job_environment(spec)
         try:
-            done = self._run(argv, env=env, stdin=spec.script)
+            done = self._run(argv, rpc.SUBMIT, env=env, stdin=spec.script)
         except subprocess.TimeoutExpired as error:
             raise SubmitUnknown(f"sbatch gave no answer within {self._timeout_s:.0f} s") from error
         if done.returncode != 0:
@@ -84,31 +95,35 @@ class SlurmCluster:
 
     def cancel(self, job_ids: tuple[int, ...]) -> None:
         for start in range(0, len(job_ids), _CANCEL_BATCH):
-            done = self._command(commands.cancel_argv(job_ids[start:start + _CANCEL_BATCH]))
+            some = job_ids[start:start + _CANCEL_BATCH]
+            done = self._command(commands.cancel_argv(some), {"kill": len(some)})
             real = [line for line in done.stderr.splitlines() if line.strip() and not _GONE.search(line)]
             if done.returncode != 0 and real:
                 raise _failure("scancel", " ".join(real))
 
     def requeue(self, job_id: int) -> None:
-        self._ask(commands.requeue_argv(job_id))
+        self._ask(commands.requeue_argv(job_id), rpc.REQUEUE)
 
     def close(self) -> None:
         """Nothing is held between calls."""
 
-    def _ask(self, argv: Sequence[str]) -> str:
-        done = self._command(argv)
+    def _ask(self, argv: Sequence[str], cost: Mapping[str, int]) -> str:
+        done = self._command(argv, cost)
         if done.returncode != 0:
             raise _failure(argv[0], _words(done))
         return done.stdout
 
-    def _command(self, argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    def _command(self, argv: Sequence[str], cost: Mapping[str, int]) -> subprocess.CompletedProcess[str]:
         try:
-            return self._run(argv, env=self._env)
+            return self._run(argv, cost, env=self._env)
         except subprocess.TimeoutExpired as error:
-            raise ClusterUnavailable(f"{argv[0]} gave no answer within {self._timeout_s:.0f} s") from error
+            late = f"{argv[0]} gave no answer within {self._timeout_s:.0f} s"
+            raise ClusterUnavailable(late, trouble=Trouble.NO_ANSWER) from error
 
-    def _run(self, argv: Sequence[str], *, env: Mapping[str, str], stdin: str = "") -> subprocess.CompletedProcess[str]:
-        self.rpc_counts[argv[0]] += 1
+    def _run(
+        self, argv: Sequence[str], cost: Mapping[str, int], *, env: Mapping[str, str], stdin: str = ""
+    ) -> subprocess.CompletedProcess[str]:
+        self.rpc.add(cost)
         try:
             # errors=replace: others' job names need not be UTF-8, and must not blind us
             return subprocess.run(argv, env=env, input=stdin, capture_output=True, encoding="utf-8", errors="replace",
@@ -117,10 +132,36 @@ class SlurmCluster:
             raise ClusterError(f"no {argv[0]} on PATH", "install Slurm's commands, or set cluster.backend = \"local\"") from error
 
 
+class Remembered:
+    """The partitions as last asked for, for `every_s`; asked for afresh when they name a node that a newer look does not have."""
+
+    def __init__(self, every_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._every_s, self._clock = every_s, clock
+        self._kept: tuple[Partition, ...] = ()
+        self._asked_at = -math.inf
+
+    def agreeing(self, nodes: Sequence[Node], ask: Callable[[], tuple[Partition, ...]]) -> tuple[Partition, ...]:
+        """Partitions all of whose nodes are among `nodes`. Raises `ClusterUnavailable` when also fresh ones name others."""
+        known = {node.name for node in nodes}
+        if self._clock() - self._asked_at < self._every_s and not _missing(self._kept, known):
+            return self._kept
+        asked_at = self._clock()
+        fresh = ask()
+        lost = _missing(fresh, known)
+        if lost:
+            raise ClusterUnavailable(f"the list of nodes leaves out {', '.join(lost[:5])}", trouble=Trouble.PARTIAL)
+        self._kept, self._asked_at = fresh, asked_at
+        return fresh
+
+
+def _missing(partitions: Sequence[Partition], known: set[str]) -> list[str]:
+    return sorted({name for part in partitions for name in part.nodes} - known)
+
+
 def _words(done: subprocess.CompletedProcess[str]) -> str:
     return " ".join(done.stderr.split()) or f"exit status {done.returncode}"
 
 
 def _failure(command: str, words: str) -> ClusterError:
-    kind = ClusterUnavailable if _UNAVAILABLE.search(words) else ClusterError
-    return kind(f"{command}: {words}")
+    trouble = trouble_of(words)
+    return ClusterError(f"{command}: {words}") if trouble is None else ClusterUnavailable(f"{command}: {words}", trouble=trouble)

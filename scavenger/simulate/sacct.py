@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from scavenger.cluster.commands import count_gpus, parse_state, parse_tres
 from scavenger.cluster.hostlist import expand
 from scavenger.cluster.model import JobState, Node
+from scavenger.cluster.slurm_text import count_gpus, parse_state, parse_tres
 from scavenger.errors import ClusterError, ConfigError
 from scavenger.simulate.fleet import Fleet, Occupation, from_occupations, most_used
 

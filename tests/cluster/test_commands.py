@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scavenger.cluster import commands
+from scavenger.cluster import commands, slurm_text
 from scavenger.cluster.hostlist import expand
 from scavenger.cluster.model import JobFlag, JobSpec, JobState, PreemptMode
 from scavenger.errors import ClusterError, ClusterUnavailable
@@ -73,16 +73,16 @@ def test_a_truncated_or_malformed_queue_is_no_observation() -> None:
 
 @pytest.mark.parametrize("state", list(JobState))
 def test_every_state_is_read(state: JobState) -> None:
-    assert commands.parse_state(state) == (state, frozenset())
+    assert slurm_text.parse_state(state) == (state, frozenset())
 
 
 @pytest.mark.parametrize("flag", list(JobFlag))
 def test_every_flag_is_read_and_stands_for_a_state_of_its_own(flag: JobFlag) -> None:
-    state, flags = commands.parse_state(flag)
+    state, flags = slurm_text.parse_state(flag)
     assert flags == {flag}
     ends = {JobState.COMPLETED, JobState.FAILED, JobState.NODE_FAIL, JobState.PREEMPTED}
     assert state not in ends  # a flag alone never says that a job is over
-    assert commands.parse_state(f"COMPLETED,{flag}") == (JobState.COMPLETED, {flag})
+    assert slurm_text.parse_state(f"COMPLETED,{flag}") == (JobState.COMPLETED, {flag})
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_gpus_are_counted_from_the_allocation_or_from_what_was_asked(fields: dic
      ("UNLIMITED", float("inf")), ("NOT_SET", 0), ("N/A", 0), ("Partition_Limit", 0), ("INVALID", 0)],
 )  # fmt: skip
 def test_durations(text: str, seconds: float) -> None:
-    assert commands.parse_duration(text) == seconds
+    assert slurm_text.parse_duration(text) == seconds
 
 
 @pytest.mark.parametrize(("raw", "code"), [("0", 0), ("256", 1), ("768", 3), ("15", 143), ("9", 137), ("N/A", 0)])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ import pytest
 from scavenger.cluster.local import LocalCluster
 from scavenger.cluster.model import ClusterView, Job, JobFlag, JobSpec, JobState, PreemptMode
 from scavenger.cluster.port import Cluster
+from scavenger.cluster.pyslurm_client import PyslurmCluster
 from scavenger.cluster.sandbox import SlurmSandbox
 from scavenger.cluster.slurm import SlurmCluster
 from scavenger.errors import ClusterError
@@ -37,17 +38,27 @@ class Backend:
         return find(self.cluster.view(), job_id)
 
 
-@pytest.fixture(params=[pytest.param("slurm", marks=pytest.mark.slurm), "local"])
-def backend(request: pytest.FixtureRequest) -> Backend:
-    if request.param == "slurm":
-        sandbox: SlurmSandbox = request.getfixturevalue("slurm_sandbox")
-        return Backend(SlurmCluster(sandbox.env), sandbox.lose_node, sandbox.resume_node, "$SLURM_JOB_ID",
-                       "${SLURM_RESTART_COUNT:-0}", "srun", "squeue -h -t all -o %T -j $SLURM_JOB_ID",
-                       "scontrol requeue $SLURM_JOB_ID")  # fmt: skip
-    local: LocalCluster = request.getfixturevalue("local_cluster")
-    tool = f"{sys.executable} -m scavenger.cluster.local"
-    return Backend(local, local.down_node, local.resume_node, "$SCAVENGER_JOB_ID", "$SCAVENGER_RESTART_COUNT", "",
-                   f"{tool} state $SCAVENGER_JOB_ID", f"{tool} requeue $SCAVENGER_JOB_ID")  # fmt: skip
+ON_SLURM = [pytest.mark.slurm]
+ON_PYSLURM = [pytest.mark.slurm, pytest.mark.pyslurm]
+
+
+@pytest.fixture(params=[pytest.param("slurm", marks=ON_SLURM), pytest.param("pyslurm", marks=ON_PYSLURM), "local"])
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    if request.param == "local":
+        local: LocalCluster = request.getfixturevalue("local_cluster")
+        tool = f"{sys.executable} -m scavenger.cluster.local"
+        yield Backend(local, local.down_node, local.resume_node, "$SCAVENGER_JOB_ID", "$SCAVENGER_RESTART_COUNT", "",
+                      f"{tool} state $SCAVENGER_JOB_ID", f"{tool} requeue $SCAVENGER_JOB_ID")  # fmt: skip
+        return
+    sandbox: SlurmSandbox = request.getfixturevalue("slurm_sandbox")
+    cluster: Cluster = SlurmCluster(sandbox.env)
+    if request.param == "pyslurm":
+        cluster = PyslurmCluster(SlurmCluster(sandbox.env))
+    try:
+        yield Backend(cluster, sandbox.lose_node, sandbox.resume_node, "$SLURM_JOB_ID", "${SLURM_RESTART_COUNT:-0}", "srun",
+                      "squeue -h -t all -o %T -j $SLURM_JOB_ID", "scontrol requeue $SLURM_JOB_ID")  # fmt: skip
+    finally:
+        cluster.close()
 
 
 def find(view: ClusterView, job_id: int) -> Job:
@@ -221,6 +232,17 @@ def test_a_lost_node_puts_its_job_back_without_notice(backend: Backend, tmp_path
     assert (node.usable, node.idle_gpus) == (False, 0)
     backend.resume_node("node2")
     until(backend, job_id, JobState.RUNNING, restarts=1)
+
+
+def test_the_jobs_alone_are_those_of_the_view(backend: Backend) -> None:
+    running = backend.cluster.submit(spec("sleep 60", gpus=4, node="node1"))
+    waiting = backend.cluster.submit(spec("sleep 60", gpus=4, node="node1"))
+    until(backend, running, JobState.RUNNING)
+    wait_for("the second job waits", lambda: backend.job(waiting).reason == "Resources")
+    view = backend.cluster.view()
+    alone = {job.job_id: job for job in backend.cluster.jobs()}
+    for job_id in (running, waiting):
+        assert replace(alone[job_id], start_time=0.0, end_time=0.0) == replace(find(view, job_id), start_time=0.0, end_time=0.0)
 
 
 def test_requeue_puts_a_running_job_back_and_refuses_a_pending_one(backend: Backend) -> None:

@@ -20,6 +20,7 @@ from scavenger.cluster.layout import Layout, PartitionLayout
 from scavenger.cluster.local import LocalServer
 from scavenger.cluster.model import ClusterInfo, ClusterView, Job, JobSpec, JobState, PreemptMode
 from scavenger.cluster.port import Cluster
+from scavenger.cluster.rpc import RpcCounter
 from scavenger.config import ClusterSection, DaemonConfig, DaemonSection, HarvestSection
 from scavenger.errors import ClusterError, ClusterUnavailable, ConfigError, SubmitUnknown
 from scavenger.harvest.driver import Harvester
@@ -50,6 +51,13 @@ class Reached:
             self.said.append("view failed")
             raise ClusterUnavailable("slurmctld does not answer")
         return self.cluster.view()
+
+    @property
+    def rpc(self) -> RpcCounter:
+        return self.cluster.rpc
+
+    def jobs(self) -> tuple[Job, ...]:
+        return self.view().jobs
 
     def submit(self, spec: JobSpec) -> int:
         if self.refuse:

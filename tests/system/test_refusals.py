@@ -78,7 +78,7 @@ def test_a_partition_whose_jobs_could_be_in_the_way(
     [
         ({"observe_seconds": 5}, "unknown key 'cluster.observe_seconds'"),
         ({"observe_s": -5}, "cluster.observe_s = -5: Input should be greater than 0"),
-        ({"backend": "kubernetes"}, "cluster.backend = 'kubernetes': Input should be 'auto', 'slurm' or 'local'"),
+        ({"backend": "kubernetes"}, "cluster.backend = 'kubernetes': Input should be 'auto', 'slurm', 'pyslurm' or 'local'"),
     ],
 )
 def test_a_key_or_value_of_scavenger_toml(

@@ -1,0 +1,93 @@
+"""Pure: rows from pyslurm's process as our model. The same checks as for what Slurm's commands print: half a view is none.
+
+Knows nothing of pyslurm, pipes or clocks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from scavenger.cluster import slurm_text
+from scavenger.cluster.hostlist import expand
+from scavenger.cluster.model import ClusterInfo, Job, Node, Partition
+from scavenger.cluster.pyslurm_wire import InfoReply, JobRow, NodeRow, PartitionRow
+from scavenger.errors import ClusterUnavailable
+
+_MAX_TASKS = 1_000_000
+_BASE_WORDS = {"power": "powered_down"}  # pyslurm 22.5's own word
+
+
+def read_info(reply: InfoReply, user: str) -> ClusterInfo:
+    return ClusterInfo(
+        name=reply.cluster, backend="pyslurm", version=reply.version, preempt_type=reply.preempt_type,
+        kill_wait_s=float(reply.kill_wait_s), message_timeout_s=float(reply.message_timeout_s), user=user,
+    )  # fmt: skip
+
+
+def read_nodes(rows: Sequence[NodeRow]) -> tuple[Node, ...]:
+    """Sorted by name. An answer without any node is no answer."""
+    if not rows:
+        raise ClusterUnavailable("pyslurm listed no node at all")
+    return tuple(sorted((_node(row) for row in rows), key=lambda node: node.name))
+
+
+def _node(row: NodeRow) -> Node:
+    states = frozenset(_BASE_WORDS.get(word, word) for word in slurm_text.parse_node_states(row.state))
+    return Node(
+        name=row.name, states=states, partitions=frozenset(row.partitions), gpu_type=slurm_text.gpu_type(row.gres),
+        gpus=slurm_text.count_gpus(row.gres), gpus_allocated=slurm_text.count_gpus(row.gres_used), cpus=row.cpus,
+        cpus_allocated=row.cpus_allocated, memory_mb=row.memory_mb, memory_allocated_mb=row.memory_allocated_mb,
+    )  # fmt: skip
+
+
+def read_partitions(rows: Sequence[PartitionRow]) -> tuple[Partition, ...]:
+    if not rows:
+        raise ClusterUnavailable("pyslurm listed no partition at all")
+    return tuple(sorted((_partition(row) for row in rows), key=lambda part: part.name))
+
+
+def _partition(row: PartitionRow) -> Partition:
+    return Partition(
+        name=row.name, nodes=frozenset(expand(row.nodes)) if row.nodes else frozenset(), priority_tier=row.priority_tier,
+        preempt_mode=slurm_text.parse_preempt_mode(row.preempt_mode), grace_s=float(row.grace_s),
+        max_time_s=slurm_text.INFINITE_S if row.max_time_min < 0 else row.max_time_min * 60.0, up=row.state == "UP",
+    )  # fmt: skip
+
+
+def read_jobs(rows: Sequence[JobRow]) -> tuple[Job, ...]:
+    """Sorted by id; a pending array is one job a task, as `squeue -r` lists it."""
+    jobs = [job for row in rows for job in [_job(row)] * count_tasks(row.array_tasks)]
+    return tuple(sorted(jobs, key=lambda job: job.job_id))
+
+
+def _job(row: JobRow) -> Job:
+    state, flags = slurm_text.parse_state(row.state)
+    nodes = tuple(expand(row.nodes)) if row.nodes else ()
+    asked = slurm_text.Asked(row.tres_alloc, row.tres_per_job, row.tres_per_node, row.tres_per_task, row.tres_per_socket)
+    gpus = slurm_text.job_gpus(asked, row.n_nodes, row.tasks)
+    return Job(
+        job_id=row.job_id, user=row.user, partition=row.partition, state=state, flags=flags, reason=slurm_text.text_or_empty(row.reason),
+        name=row.name, comment=row.comment, nodes=nodes, gpus=gpus, gpus_by_node=slurm_text.spread(gpus, nodes), n_nodes=row.n_nodes,
+        cpus=row.cpus, priority=row.priority, restart_count=row.restarts, submit_time=float(row.submit_time),
+        eligible_time=float(row.eligible_time), start_time=float(row.start_time), end_time=float(row.end_time),
+        time_limit_s=slurm_text.parse_duration(row.time_limit), exit_code=128 + row.exit_signal if row.exit_signal else row.exit_code,
+    )  # fmt: skip
+
+
+def count_tasks(text: str) -> int:
+    """Tasks in an array's '0-9:2,20%4'; 1 for a job that is no array. Raises `ClusterUnavailable` when it is cut off or malformed."""
+    if not text:
+        return 1
+    count = 0
+    for part in text.partition("%")[0].split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+)(?::(\d+))?)?", part)
+        if match is None:
+            raise ClusterUnavailable(f"malformed array tasks {text[:80]!r}")
+        low, high, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
+        if high < low or step < 1:
+            raise ClusterUnavailable(f"malformed array tasks {text[:80]!r}")
+        count += (high - low) // step + 1
+    if count > _MAX_TASKS:
+        raise ClusterUnavailable(f"an array of {count} tasks: {text[:80]!r}")
+    return count

@@ -1,0 +1,155 @@
+"""Pure: the words and numbers that Slurm writes wherever it writes them: states, durations, GRES and TRES texts.
+
+Shared by every way of asking Slurm (`commands`, `slurm_json`, `pyslurm_read`). A word that is not known raises `ClusterUnavailable`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from scavenger.cluster.model import JobFlag, JobState, PreemptMode
+from scavenger.errors import ClusterUnavailable
+
+INFINITE_S = float("inf")
+
+# What a flag means when `squeue` shows it in the state's place. A COMPLETING job still holds its node.
+_FLAG_BASE: Mapping[JobFlag, JobState] = {
+    JobFlag.COMPLETING: JobState.RUNNING,
+    JobFlag.CONFIGURING: JobState.RUNNING,
+    JobFlag.RESIZING: JobState.RUNNING,
+    JobFlag.SIGNALING: JobState.RUNNING,
+    JobFlag.STAGE_OUT: JobState.RUNNING,
+    JobFlag.STOPPED: JobState.SUSPENDED,
+    JobFlag.REQUEUED: JobState.PENDING,
+    JobFlag.REQUEUE_HOLD: JobState.PENDING,
+    JobFlag.REQUEUE_FED: JobState.PENDING,
+    JobFlag.SPECIAL_EXIT: JobState.PENDING,
+    JobFlag.REVOKED: JobState.CANCELLED,
+}
+_STATES = {state.value: state for state in JobState}
+_FLAGS = {flag.value: flag for flag in JobFlag}
+NOTHING = frozenset({"", "(null)", "N/A", "n/a", "None", "NONE", "NOT_SET", "Unknown", "INVALID"})
+_UNLIMITED = frozenset({"UNLIMITED", "INFINITE"})
+
+
+# ---- states -------------------------------------------------------------------------------------------------------
+
+def parse_state(text: str) -> tuple[JobState, frozenset[JobFlag]]:
+    """A state as `squeue` prints it: a base state, or a flag in its place, or both ('RUNNING,COMPLETING')."""
+    base: JobState | None = None
+    flags = set()
+    for word in re.split(r"[,+]", text.strip()):
+        if word in _STATES:
+            base = _STATES[word]
+        elif word in _FLAGS:
+            flags.add(_FLAGS[word])
+        else:
+            raise ClusterUnavailable(f"unknown job state {text!r}", "this Slurm version may be too new; report it")
+    if base is None:
+        base = _FLAG_BASE[min(flags, key=lambda flag: flag is not JobFlag.COMPLETING)]
+    return base, frozenset(flags)
+
+
+_NODE_MARKS = {"*": "not_responding", "~": "powered_down", "#": "powering_up", "!": "power_down", "%": "powering_down",
+               "$": "maint", "@": "reboot", "^": "reboot", "-": "planned"}
+
+
+def parse_node_states(text: str) -> frozenset[str]:
+    """'IDLE+DRAIN', 'DOWN*', 'MIXED+NOT_RESPONDING' as lower-case words, the trailing marks spelled out."""
+    words = set()
+    for word in text.split("+"):
+        bare = word.rstrip("".join(_NODE_MARKS))
+        words |= {_NODE_MARKS[mark] for mark in word[len(bare):]}
+        if not re.fullmatch(r"[A-Z_]+", bare):
+            raise ClusterUnavailable(f"unknown node state {text!r}")
+        words.add(bare.lower())
+    return frozenset(words)
+
+
+def parse_preempt_mode(text: str) -> PreemptMode:
+    words = set(text.split(",")) - {"GANG", "WITHIN"}
+    if not words:
+        return PreemptMode.OFF
+    if len(words) > 1 or not words <= set(PreemptMode):
+        raise ClusterUnavailable(f"unknown PreemptMode {text!r}")
+    return PreemptMode(words.pop())
+
+
+# ---- resources ----------------------------------------------------------------------------------------------------
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A job's resources in Slurm's words; each may be empty or 'N/A'."""
+
+    allocated: str
+    per_job: str
+    per_node: str
+    per_task: str
+    per_socket: str
+
+
+def job_gpus(asked: Asked, n_nodes: int, n_tasks: int) -> int:
+    """GPUs over all nodes. The allocation says it only where the site tracks gres/gpu; else what was asked for does."""
+    allocated = parse_tres(asked.allocated)
+    if "gres/gpu" in allocated:
+        return allocated["gres/gpu"]
+    for text, times in ((asked.per_job, 1), (asked.per_node, n_nodes), (asked.per_task, n_tasks), (asked.per_socket, n_nodes)):
+        if text not in NOTHING:
+            return count_gpus(text) * times
+    return 0
+
+
+def spread(gpus: int, nodes: Sequence[str]) -> tuple[tuple[str, int], ...]:
+    """GPUs by node where they can be told: on one node, or the same number on each."""
+    even = bool(nodes) and gpus > 0 and gpus % len(nodes) == 0
+    return tuple((node, gpus // len(nodes)) for node in nodes) if even else ()
+
+
+def text_or_empty(text: str) -> str:
+    return "" if text in NOTHING else text
+
+
+# ---- numbers --------------------------------------------------------------------------------------------------------
+
+def parse_duration(text: str) -> float:
+    """Seconds from 'M', 'M:S', 'H:M:S', 'D-H', 'D-H:M', 'D-H:M:S'; infinite when unlimited, 0 when not set."""
+    if text in _UNLIMITED:
+        return INFINITE_S
+    if text in NOTHING or text == "Partition_Limit":
+        return 0.0
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if match is None:
+        raise ClusterUnavailable(f"not a duration: {text!r}")
+    parts = [int(part) for part in match.groups()[1:] if part is not None]
+    if match[1] is not None:
+        hours, minutes, seconds = [*parts, 0, 0][:3]
+        return float(int(match[1]) * 86400 + hours * 3600 + minutes * 60 + seconds)
+    hours, minutes, seconds = {1: [0, *parts, 0], 2: [0, *parts], 3: parts}[len(parts)]
+    return float(hours * 3600 + minutes * 60 + seconds)
+
+
+def parse_tres(text: str) -> dict[str, int]:
+    """'cpu=4,node=1,gres/gpu=2' as counts; typed entries ('gres/gpu:h100=2') and memory are left out."""
+    pairs = (item.partition("=") for item in text.split(",") if "=" in item)
+    return {key: int(value) for key, _, value in pairs if value.isdigit() and ":" not in key}
+
+
+def count_gpus(text: str) -> int:
+    """GPUs in a Gres text: 'gpu:h100:4(S:0-1)', 'gres:gpu:2', 'gres/gpu:h100=1', 'gpu', several joined by commas."""
+    return sum(count for _, count in _gpu_items(text))
+
+
+def gpu_type(text: str) -> str:
+    """The first GPU's type in a Gres text, or ''."""
+    return next((kind for kind, _ in _gpu_items(text)), "")
+
+
+def _gpu_items(text: str) -> Iterable[tuple[str, int]]:
+    if text in NOTHING:
+        return
+    for item in re.sub(r"\([^)]*\)", "", text).split(","):
+        match = re.fullmatch(r"(?:gres[:/])?gpu(?:[:/]([A-Za-z][\w.-]*))?(?:[:=](\d+))?", item.strip())
+        if match is not None:
+            yield match[1] or "", int(match[2]) if match[2] is not None else 1
