@@ -38,7 +38,7 @@ def lacks(*programs: str) -> str:
 
 @functools.cache
 def lacks_pyslurm() -> str:
-    """Why no test can use pyslurm here, or "". Nothing is imported, and no controller asked: the commands want a slurm.conf, slurmd does not."""
+    """Why no test can use pyslurm here, or "". slurmd tells its version without the slurm.conf that every command wants."""
     if lacks("slurmd"):
         return lacks("slurmd")
     path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])

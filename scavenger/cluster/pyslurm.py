@@ -20,7 +20,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any, BinaryIO
 
 import msgspec
-import pyslurm
 
 from scavenger.cluster import pyslurm_wire as wire
 from scavenger.errors import ClusterUnavailable
@@ -40,37 +39,37 @@ def user_name(uid: int) -> str:
     return _names[uid]
 
 
-def info(number: int) -> wire.InfoReply:
-    conf = pyslurm.config().get()
+def info(lib: Any, number: int) -> wire.InfoReply:
+    conf = lib.config().get()
     return wire.InfoReply(
         number, conf["cluster_name"], conf["version"], conf["preempt_type"] or "", int(conf["kill_wait"]), int(conf["msg_timeout"])
     )
 
 
-def nodes() -> tuple[wire.NodeRow, ...]:
+def nodes(lib: Any) -> tuple[wire.NodeRow, ...]:
     return tuple(
         wire.NodeRow(
             row["name"], row["state"], _joined(row["gres"]), _joined(row["gres_used"]), tuple(row["partitions"] or ()),
             int(row["cpus"]), int(row["alloc_cpus"]), int(row["real_memory"]), int(row["alloc_mem"]),
         )
-        for row in pyslurm.node().get().values()
+        for row in lib.node().get().values()
     )  # fmt: skip
 
 
-def partitions() -> tuple[wire.PartitionRow, ...]:
+def partitions(lib: Any) -> tuple[wire.PartitionRow, ...]:
     return tuple(
         wire.PartitionRow(
             part.name, part.nodes or "", int(part.priority_tier or 0), part.preempt_mode or "OFF",
             int(part.preemption_grace_time or 0), -1 if part.max_time == "UNLIMITED" else int(part.max_time or 0), part.state,
         )
-        for part in pyslurm.Partitions.load().values()
+        for part in lib.Partitions.load().values()
     )  # fmt: skip
 
 
-def jobs() -> tuple[tuple[wire.JobRow, ...], dict[str, int]]:
+def jobs(lib: Any) -> tuple[tuple[wire.JobRow, ...], dict[str, int]]:
     """Rows, and what they cost beyond one request."""
-    records = list(pyslurm.job().get().values())
-    ends, more = _own_exits(records)
+    records = list(lib.job().get().values())
+    ends, more = _own_exits(lib, records)
     return tuple(_job(row, *ends.get(int(row["job_id"]), (0, 0))) for row in records), more
 
 
@@ -87,7 +86,7 @@ def _job(row: Mapping[str, Any], exit_code: int, exit_signal: int) -> wire.JobRo
     )  # fmt: skip
 
 
-def _own_exits(records: Iterable[Mapping[str, Any]]) -> tuple[dict[int, tuple[int, int]], dict[str, int]]:
+def _own_exits(lib: Any, records: Iterable[Mapping[str, Any]]) -> tuple[dict[int, tuple[int, int]], dict[str, int]]:
     """Exit code and signal of our own jobs that are over or ending, asked for once: by one request for all, when a new one is there."""
     uid = os.getuid()
     ended = {
@@ -99,7 +98,7 @@ def _own_exits(records: Iterable[Mapping[str, Any]]) -> tuple[dict[int, tuple[in
     more: dict[str, int] = {}
     if new:
         more = {"job_info": 1}
-        loaded = pyslurm.Jobs.load()
+        loaded = lib.Jobs.load()
         wanted = {key[0]: key for key in new}
         for job in loaded.values():
             key = wanted.get(job.id)
@@ -114,32 +113,32 @@ def _joined(items: Any) -> str:
     return ",".join(items) if isinstance(items, list) else items or ""
 
 
-def answer(ask: wire.Ask) -> wire.Reply:
+def answer(lib: Any, ask: wire.Ask) -> wire.Reply:
     """The reply. Slurm's refusal, and a record that pyslurm of another release would make, are replies too."""
     try:
         if ask.what == "info":
-            return info(ask.number)
+            return info(lib, ask.number)
         if ask.what == "partitions":
-            return wire.RowsReply(ask.number, partitions=partitions())
-        node_rows = nodes() if ask.what == "view" else ()  # nodes first, as in `slurm`
-        job_rows, more = jobs()
+            return wire.RowsReply(ask.number, partitions=partitions(lib))
+        node_rows = nodes(lib) if ask.what == "view" else ()  # nodes first, as in `slurm`
+        job_rows, more = jobs(lib)
         return wire.RowsReply(ask.number, node_rows, job_rows, (), more)
     except (KeyError, AttributeError, TypeError) as error:
         return wire.Failed(ask.number, f"pyslurm's record is not as this version has it: {error!r}", malformed=True)
-    except (ValueError, pyslurm.PyslurmError) as error:
+    except (ValueError, lib.PyslurmError) as error:
         return wire.Failed(ask.number, str(error.args[0] if error.args else error))
 
 
-def serve(source: BinaryIO, sink: BinaryIO) -> None:
+def serve(lib: Any, source: BinaryIO, sink: BinaryIO) -> None:
     """Answer until the daemon closes its end."""
-    _send(sink, wire.Hello(pyslurm.version()))
+    _send(sink, wire.Hello(lib.version()))
     while True:
         header = source.read(wire.HEADER.size)
         if len(header) < wire.HEADER.size:
             return
         ask = wire.decode_ask(source.read(wire.length_of(header)))
         try:
-            _send(sink, answer(ask))
+            _send(sink, answer(lib, ask))
         except ClusterUnavailable as error:  # too large for the pipe's bound: nothing of it was sent
             _send(sink, wire.Failed(ask.number, error.cause, malformed=True))
 
@@ -150,12 +149,14 @@ def _send(sink: BinaryIO, reply: wire.Reply) -> None:
 
 
 def main() -> int:
-    # what libslurm or pyslurm print must not get into the replies
     with os.fdopen(os.dup(1), "wb") as sink, os.fdopen(os.dup(0), "rb") as source:
+        # what libslurm and pyslurm print, from their import on, must not get into the replies
         os.dup2(2, 1)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        import pyslurm
+
         try:
-            serve(source, sink)
+            serve(pyslurm, source, sink)
         except (BrokenPipeError, msgspec.DecodeError) as error:
             sys.stderr.write(f"the daemon's end: {error}\n")
             return 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ import pytest
 from scavenger.cluster import procs, sandbox
 from scavenger.cluster.layout import decode_layout, demo_layout, encode_layout
 from scavenger.cluster.model import JobSpec, JobState
+from scavenger.cluster.port import Cluster
+from scavenger.cluster.pyslurm_client import PyslurmCluster
 from scavenger.cluster.sandbox import SlurmSandbox
 from scavenger.cluster.sandbox_conf import Site, cred_expire_s, gres_conf, slurm_conf
 from scavenger.cluster.slurm import SlurmCluster
@@ -85,13 +88,38 @@ def test_a_controller_that_hangs_is_unavailable_and_a_submission_to_it_is_unknow
     wait_for("the job turns up", lambda: any(job.comment == "intent 77" for job in patient.view().jobs))
 
 
+def received(sandbox: SlurmSandbox) -> dict[str, int]:
+    """What slurmctld has counted so far, by request, in our counter's words. sdiag's own question is left out."""
+    ours = {"REQUEST_NODE_INFO": "node_info", "REQUEST_PARTITION_INFO": "partition_info", "REQUEST_JOB_INFO": "job_info",
+            "REQUEST_BUILD_INFO": "build_info", "REQUEST_SUBMIT_BATCH_JOB": "submit", "REQUEST_KILL_JOB": "kill",
+            "REQUEST_JOB_REQUEUE": "requeue"}  # fmt: skip
+    text = sandbox.run("sdiag").partition("statistics by message type")[2].partition("statistics by user")[0]
+    found = dict(re.findall(r"(REQUEST_\w+) *\( *\d+\) count:(\d+)", text))
+    return {name: int(found.get(word, 0)) for word, name in ours.items()}
+
+
 @pytest.mark.slurm
-def test_one_observation_is_three_commands_whatever_the_number_of_jobs(slurm_sandbox: SlurmSandbox) -> None:
-    cluster = SlurmCluster(slurm_sandbox.env)
+@pytest.mark.parametrize("kind", ["slurm", pytest.param("pyslurm", marks=pytest.mark.pyslurm)])
+def test_our_count_of_rpcs_is_the_controllers_own_and_jobs_cost_none(slurm_sandbox: SlurmSandbox, kind: str) -> None:
+    cluster: Cluster = SlurmCluster(slurm_sandbox.env)
+    if kind == "pyslurm":
+        cluster = PyslurmCluster(SlurmCluster(slurm_sandbox.env))
     slurm_sandbox.run("sbatch", "-p", "normal", "-a", "0-299", "-o", "/dev/null", stdin="#!/bin/bash\nsleep 60\n")
-    view = cluster.view()
-    assert len(unfinished(view)) >= 300
-    assert cluster.rpc_counts == {"scontrol": 2, "squeue": 1}
+    before = received(slurm_sandbox)
+    try:
+        cluster.info()
+        assert len(unfinished(cluster.view())) >= 300
+        after_one = cluster.rpc.total
+        cluster.view()
+        assert cluster.rpc.total - after_one == 4, "an observation, once the partitions are known"
+        cluster.jobs()
+        ids = [cluster.submit(JobSpec(name="s", comment="", partition="scavenge", script=SLEEPER)) for _ in range(2)]
+        cluster.cancel(tuple(ids))
+    finally:
+        cluster.close()
+    after = received(slurm_sandbox)
+    counted = cluster.rpc.counts()
+    assert {name: after[name] - before[name] for name in after} == {name: counted.get(name, 0) for name in after}
 
 
 @pytest.mark.slurm
