@@ -63,6 +63,8 @@ class ClusterSection(Section):
     local_dir: Path | None = None  # the local backend's directory
     observe_s: Seconds = 60.0  # seconds between observations
     quick_s: Seconds = 15.0  # while something is expected (just submitted, just preempted)
+    observe_floor_s: Annotated[float, Field(ge=0)] = 5.0  # the site's: no two observations are closer
+    max_rpc_per_min: Annotated[float, Field(gt=0)] = 4.0  # requests to the controller, on average over ten minutes
     absent_s: Annotated[float, Field(ge=0)] = 30.0  # a job is ended only after it was absent this long
     command_timeout_s: Seconds = 20.0
 

@@ -7,8 +7,8 @@ ends the process that it is in when it finds no configuration, because the clust
 of it is linked into the daemon.
 
 Written for the releases in `pyslurm_wire.READS`. Owns which of pyslurm's calls are made: `node().get()` and `job().get()` for what only
-they have (`gres_used`, TRES texts); `Partitions.load()` because `partition().get()` leaves the preempt mode out; `Jobs.load()` for exit
-codes, because `job().get()` carries one record's signal over into the next. Knows nothing of what the rows mean.
+they have (`gres_used`, TRES texts); `Jobs.load()` for exit codes, because `job().get()` carries one record's signal over into the next.
+Configuration and partitions are the commands' (`partition().get()` leaves the preempt mode out). Knows nothing of what the rows mean.
 """
 
 from __future__ import annotations
@@ -39,13 +39,6 @@ def user_name(uid: int) -> str:
     return _names[uid]
 
 
-def info(lib: Any, number: int) -> wire.InfoReply:
-    conf = lib.config().get()
-    return wire.InfoReply(
-        number, conf["cluster_name"], conf["version"], conf["preempt_type"] or "", int(conf["kill_wait"]), int(conf["msg_timeout"])
-    )
-
-
 def nodes(lib: Any) -> tuple[wire.NodeRow, ...]:
     return tuple(
         wire.NodeRow(
@@ -53,16 +46,6 @@ def nodes(lib: Any) -> tuple[wire.NodeRow, ...]:
             int(row["cpus"]), int(row["alloc_cpus"]), int(row["real_memory"]), int(row["alloc_mem"]),
         )
         for row in lib.node().get().values()
-    )  # fmt: skip
-
-
-def partitions(lib: Any) -> tuple[wire.PartitionRow, ...]:
-    return tuple(
-        wire.PartitionRow(
-            part.name, part.nodes or "", int(part.priority_tier or 0), part.preempt_mode or "OFF",
-            int(part.preemption_grace_time or 0), -1 if part.max_time == "UNLIMITED" else int(part.max_time or 0), part.state,
-        )
-        for part in lib.Partitions.load().values()
     )  # fmt: skip
 
 
@@ -116,13 +99,9 @@ def _joined(items: Any) -> str:
 def answer(lib: Any, ask: wire.Ask) -> wire.Reply:
     """The reply. Slurm's refusal, and a record that pyslurm of another release would make, are replies too."""
     try:
-        if ask.what == "info":
-            return info(lib, ask.number)
-        if ask.what == "partitions":
-            return wire.RowsReply(ask.number, partitions=partitions(lib))
         node_rows = nodes(lib) if ask.what == "view" else ()  # nodes first, as in `slurm`
         job_rows, more = jobs(lib)
-        return wire.RowsReply(ask.number, node_rows, job_rows, (), more)
+        return wire.RowsReply(ask.number, node_rows, job_rows, more)
     except (KeyError, AttributeError, TypeError) as error:
         return wire.Failed(ask.number, f"pyslurm's record is not as this version has it: {error!r}", malformed=True)
     except (ValueError, lib.PyslurmError) as error:

@@ -11,25 +11,23 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import os
-import pwd
 import re
 import select
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from dataclasses import replace
+from typing import Literal
 
-from scavenger.cluster import procs, rpc
+from scavenger.cluster import procs
 from scavenger.cluster import pyslurm_read as read
 from scavenger.cluster import pyslurm_wire as wire
-from scavenger.cluster.model import ClusterInfo, ClusterView, Job, JobSpec, Partition
+from scavenger.cluster.model import ClusterInfo, ClusterView, Job, JobSpec
 from scavenger.cluster.rpc import RpcCounter
-from scavenger.cluster.slurm import PARTITIONS_S, Remembered, SlurmCluster
+from scavenger.cluster.slurm import SlurmCluster
 from scavenger.cluster.trouble import Trouble, trouble_of
 from scavenger.errors import ClusterUnavailable
-
-_R = TypeVar("_R", bound=wire.Reply)
 
 #: An import takes 0.1 s; on a busy file system of a cluster, long.
 START_S = 30.0
@@ -38,7 +36,6 @@ _KEPT_WORDS = 2000
 # What one request costs, as sdiag counts it: `node().get()` loads configuration and partitions too.
 _NODES = {"node_info": 1, "partition_info": 1, "build_info": 1}
 _JOBS = {"job_info": 1}
-_PARTITIONS = {"partition_info": 1, "build_info": 1}
 
 
 def unfit(slurm_version: str) -> str:
@@ -71,19 +68,14 @@ def _x_y(version: str) -> tuple[int, int] | None:
 
 
 class PyslurmCluster:
-    """`port.Cluster` with pyslurm's eyes and the commands' hands. Not for several threads at once (as every backend)."""
+    """`port.Cluster` with pyslurm's eyes and the commands' hands. Not for several threads at once (as every backend).
 
-    def __init__(
-        self,
-        commands: SlurmCluster,
-        timeout_s: float = 20.0,
-        partitions_s: float = PARTITIONS_S,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    What is asked for seldom (configuration, partitions) and what changes jobs goes by the commands.
+    """
+
+    def __init__(self, commands: SlurmCluster, timeout_s: float = 20.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._commands = commands
         self._child = Child(commands.environment, timeout_s, clock)
-        self._partitions = Remembered(partitions_s, clock)
-        self._user = pwd.getpwuid(os.getuid()).pw_name
 
     @property
     def rpc(self) -> RpcCounter:
@@ -99,28 +91,21 @@ class PyslurmCluster:
         return self._child.start()
 
     def info(self) -> ClusterInfo:
-        self.rpc.add(rpc.CONFIG)
-        return read.read_info(self._child.ask("info", wire.InfoReply), self._user)
+        return replace(self._commands.info(), backend="pyslurm")
 
     def view(self) -> ClusterView:
         self.rpc.add(_NODES)
-        reply = self._rows("view")
-        nodes = read.read_nodes(reply.nodes)
-        jobs = read.read_jobs(reply.jobs)
-        return ClusterView(time.time(), nodes, jobs, self._partitions.agreeing(nodes, self._ask_partitions))
+        rows = self._rows("view")
+        return self._commands.view_of(read.read_nodes(rows.nodes), read.read_jobs(rows.jobs))
 
     def jobs(self) -> tuple[Job, ...]:
         return read.read_jobs(self._rows("jobs").jobs)
 
-    def _rows(self, what: str) -> wire.RowsReply:
+    def _rows(self, what: Literal["view", "jobs"]) -> wire.RowsReply:
         self.rpc.add(_JOBS)
-        reply = self._child.ask(what, wire.RowsReply)
+        reply = self._child.ask(what)
         self.rpc.add(reply.more_rpcs)
         return reply
-
-    def _ask_partitions(self) -> tuple[Partition, ...]:
-        self.rpc.add(_PARTITIONS)
-        return read.read_partitions(self._child.ask("partitions", wire.RowsReply).partitions)
 
     def submit(self, spec: JobSpec) -> int:
         return self._commands.submit(spec)
@@ -161,13 +146,13 @@ class Child:
             self._spawn()
         return self._version
 
-    def ask(self, what: str, kind: type[_R]) -> _R:
+    def ask(self, what: Literal["view", "jobs"]) -> wire.RowsReply:
         """One request and its answer. Raises `ClusterUnavailable`; after a missed deadline or a broken pipe the process is gone."""
         self.start()
         self._number += 1
         number = self._number
         try:
-            self._write(wire.frame(wire.Ask(number, what)))  # type: ignore[arg-type]
+            self._write(wire.frame(wire.Ask(number, what)))
             reply = self._read(self._timeout_s)
         except ClusterUnavailable as error:
             raise self._failed(error.cause) from error
@@ -175,7 +160,7 @@ class Child:
             self._failures = 0  # the process is well; it is Slurm that is not
             trouble = Trouble.PARTIAL if reply.malformed else trouble_of(reply.words) or Trouble.NO_ANSWER
             raise ClusterUnavailable(f"pyslurm: {reply.words}", trouble=trouble)
-        if not isinstance(reply, kind) or getattr(reply, "number", number) != number:
+        if not isinstance(reply, wire.RowsReply) or reply.number != number:
             raise self._failed(f"pyslurm's process answered {type(reply).__name__} to request {number}")
         self._failures = 0
         return reply

@@ -10,19 +10,12 @@ from collections.abc import Sequence
 
 from scavenger.cluster import slurm_text
 from scavenger.cluster.hostlist import expand
-from scavenger.cluster.model import ClusterInfo, Job, Node, Partition
-from scavenger.cluster.pyslurm_wire import InfoReply, JobRow, NodeRow, PartitionRow
+from scavenger.cluster.model import Job, Node
+from scavenger.cluster.pyslurm_wire import JobRow, NodeRow
 from scavenger.errors import ClusterUnavailable
 
 _MAX_TASKS = 1_000_000
 _BASE_WORDS = {"power": "powered_down"}  # pyslurm 22.5's own word
-
-
-def read_info(reply: InfoReply, user: str) -> ClusterInfo:
-    return ClusterInfo(
-        name=reply.cluster, backend="pyslurm", version=reply.version, preempt_type=reply.preempt_type,
-        kill_wait_s=float(reply.kill_wait_s), message_timeout_s=float(reply.message_timeout_s), user=user,
-    )  # fmt: skip
 
 
 def read_nodes(rows: Sequence[NodeRow]) -> tuple[Node, ...]:
@@ -38,20 +31,6 @@ def _node(row: NodeRow) -> Node:
         name=row.name, states=states, partitions=frozenset(row.partitions), gpu_type=slurm_text.gpu_type(row.gres),
         gpus=slurm_text.count_gpus(row.gres), gpus_allocated=slurm_text.count_gpus(row.gres_used), cpus=row.cpus,
         cpus_allocated=row.cpus_allocated, memory_mb=row.memory_mb, memory_allocated_mb=row.memory_allocated_mb,
-    )  # fmt: skip
-
-
-def read_partitions(rows: Sequence[PartitionRow]) -> tuple[Partition, ...]:
-    if not rows:
-        raise ClusterUnavailable("pyslurm listed no partition at all")
-    return tuple(sorted((_partition(row) for row in rows), key=lambda part: part.name))
-
-
-def _partition(row: PartitionRow) -> Partition:
-    return Partition(
-        name=row.name, nodes=frozenset(expand(row.nodes)) if row.nodes else frozenset(), priority_tier=row.priority_tier,
-        preempt_mode=slurm_text.parse_preempt_mode(row.preempt_mode), grace_s=float(row.grace_s),
-        max_time_s=slurm_text.INFINITE_S if row.max_time_min < 0 else row.max_time_min * 60.0, up=row.state == "UP",
     )  # fmt: skip
 
 

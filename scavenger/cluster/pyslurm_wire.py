@@ -32,16 +32,6 @@ class NodeRow(msgspec.Struct, frozen=True, array_like=True):
     memory_allocated_mb: int
 
 
-class PartitionRow(msgspec.Struct, frozen=True, array_like=True):
-    name: str
-    nodes: str
-    priority_tier: int
-    preempt_mode: str
-    grace_s: int
-    max_time_min: int  # -1: no limit
-    state: str
-
-
 class JobRow(msgspec.Struct, frozen=True, array_like=True):
     """`array_tasks` is '0-3,7%2' for a pending array's record, else empty. `exit_code` and `exit_signal` are told for our own jobs only."""
 
@@ -77,7 +67,7 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
     """One request. `view` is nodes and jobs; `number` comes back with the reply, so that no late answer is taken for a later one."""
 
     number: int
-    what: Literal["info", "view", "jobs", "partitions"]
+    what: Literal["view", "jobs"]
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
@@ -86,22 +76,12 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     version: str
 
 
-class InfoReply(msgspec.Struct, frozen=True, tag=True):
-    number: int
-    cluster: str
-    version: str
-    preempt_type: str
-    kill_wait_s: int
-    message_timeout_s: int
-
-
 class RowsReply(msgspec.Struct, frozen=True, tag=True):
     """`more_rpcs`: what was asked of the controller beyond the usual, by request."""
 
     number: int
     nodes: tuple[NodeRow, ...] = ()
     jobs: tuple[JobRow, ...] = ()
-    partitions: tuple[PartitionRow, ...] = ()
     more_rpcs: dict[str, int] = {}
 
 
@@ -113,7 +93,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     malformed: bool = False
 
 
-Reply = Hello | InfoReply | RowsReply | Failed
+Reply = Hello | RowsReply | Failed
 
 _asks = msgspec.msgpack.Decoder(Ask)
 _replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)

@@ -46,7 +46,7 @@ class SlurmCluster:
         self._env["SLURM_TIME_FORMAT"] = "%s"
         self._env["LC_ALL"] = "C.UTF-8"
         self._timeout_s = timeout_s
-        self.partitions = Remembered(partitions_s)
+        self._partitions = Remembered(partitions_s)
         self.rpc = RpcCounter()
 
     @property
@@ -65,8 +65,11 @@ class SlurmCluster:
         # nodes first: a GPU taken between two commands then shows an owner in the queue; the other order would show a
         # busy GPU that nobody holds
         nodes = commands.parse_nodes(self._ask(commands.nodes_argv(), rpc.NODES))
-        partitions = self.partitions.agreeing(nodes, self._ask_partitions)
-        return ClusterView(observed_at=time.time(), nodes=nodes, jobs=self.jobs(), partitions=partitions)
+        return self.view_of(nodes, self.jobs())
+
+    def view_of(self, nodes: tuple[Node, ...], jobs: tuple[Job, ...]) -> ClusterView:
+        """An observation of which nodes and jobs are known, with what changes seldom: partitions."""
+        return ClusterView(observed_at=time.time(), nodes=nodes, jobs=jobs, partitions=self._partitions.agreeing(nodes, self._ask_partitions))
 
     def jobs(self) -> tuple[Job, ...]:
         mark = "x" + secrets.token_hex(12)  # a leading digit would be read as a width

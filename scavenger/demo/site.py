@@ -52,6 +52,7 @@ def daemon_document(options: SiteOptions, state_dir: Path, local_dir: Path | Non
     """The `scavenger.toml` of such a site. Pure."""
     cluster: dict[str, Any] = {
         "backend": options.backend, "observe_s": options.observe_s, "quick_s": options.observe_s, "absent_s": 2.0,
+        "observe_floor_s": 0.0, "max_rpc_per_min": 60_000.0,  # the Slurm is ours alone
     }  # fmt: skip
     if local_dir is not None:
         cluster["local_dir"] = str(local_dir)

@@ -55,12 +55,6 @@ class Table:
 class One:
     def __init__(self, **fields): self.__dict__.update(fields)
 
-class Partitions:
-    @staticmethod
-    def load():
-        return {{"p": One(name="p", nodes="n1", priority_tier=1, preempt_mode="REQUEUE", preemption_grace_time=None,
-                          max_time="UNLIMITED", state="UP")}}
-
 class Jobs:
     @staticmethod
     def load():
@@ -68,10 +62,26 @@ class Jobs:
 
 def node(): return Table({{"n1": {NODE!r}}})
 def job(): return Table({{7: {JOB!r}}})
-def config():
-    return Table({{"cluster_name": "c", "version": "22.05.8", "preempt_type": "preempt/none", "kill_wait": 30, "msg_timeout": 10}})
 def version(): return "22.5.3"
 """
+
+
+COMMAND = r"""#!/bin/sh
+case "$*" in
+    *version*) echo slurm-wlm 22.05.8 ;;
+    *partition*) echo "PartitionName=p GraceTime=0 MaxTime=UNLIMITED Nodes=n1 PriorityTier=1 PreemptMode=REQUEUE State=UP" ;;
+    *config*) printf '%s\n' "ClusterName = c" "KillWait = 30 sec" "MessageTimeout = 10 sec" "PreemptType = preempt/none" \
+                             "SLURM_VERSION = 22.05.8" ;;
+esac
+"""
+
+
+def install(folder: Path) -> None:
+    """The stand-in package, and commands for what is asked of them."""
+    (folder / "pyslurm.py").write_text(FAKE)
+    for name in ("sbatch", "scontrol"):
+        (folder / name).write_text(COMMAND)
+        (folder / name).chmod(0o755)
 
 
 class Clock:
@@ -84,11 +94,12 @@ class Clock:
 @pytest.fixture
 def made(tmp_path: Path) -> Iterator[Callable[..., PyslurmCluster]]:
     """Clusters whose process imports the stand-in, made to behave in a way; all are closed."""
-    (tmp_path / "pyslurm.py").write_text(FAKE)
+    install(tmp_path)
+    path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
     clusters = []
 
     def make(way: str = "", timeout_s: float = 20.0, clock: Callable[[], float] = time.monotonic) -> PyslurmCluster:
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "WAY": way}
+        env = {**os.environ, "PATH": path, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "WAY": way}
         clusters.append(PyslurmCluster(SlurmCluster(env), timeout_s, clock=clock))
         return clusters[-1]
 
@@ -105,11 +116,11 @@ def test_a_view_comes_through_the_process_and_costs_what_is_counted(made: Callab
     assert (job.state, job.gpus, job.gpus_by_node, job.restart_count, job.time_limit_s) == (JobState.FAILED, 2, (("n1", 2),), 1, 3600)
     assert job.exit_code == 3, "the signal that pyslurm 22.5 carries over from another record is not this job's"
     assert (part.max_time_s, part.grace_s, part.up) == (float("inf"), 0, True)
-    assert cluster.rpc.counts() == {"node_info": 1, "partition_info": 2, "build_info": 2, "job_info": 2}
+    assert cluster.rpc.counts() == {"node_info": 1, "partition_info": 2, "build_info": 1, "job_info": 2}
     before = cluster.rpc.total
     assert cluster.jobs() == view.jobs
     assert cluster.rpc.total == before + 1, "the exit code is remembered: it is asked for once"
-    assert (cluster.info().version, cluster.info().kill_wait_s) == ("22.05.8", 30)
+    assert (cluster.info().version, cluster.info().backend) == ("22.05.8", "pyslurm")
 
 
 def test_a_hung_process_is_a_failed_observation_ends_and_is_started_again_after_a_pause(made: Callable[..., PyslurmCluster]) -> None:
@@ -207,10 +218,7 @@ def test_without_a_pyslurm_the_reason_names_the_interpreter(monkeypatch: pytest.
 def test_auto_takes_pyslurm_where_it_fits_and_says_why_where_not(
     version: str, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "pyslurm.py").write_text(FAKE)
-    for name in ("sbatch", "scontrol"):
-        (tmp_path / name).write_text("#!/bin/sh\necho slurm-wlm 22.05.8\n")
-        (tmp_path / name).chmod(0o755)
+    install(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())

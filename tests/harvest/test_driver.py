@@ -103,7 +103,10 @@ class World:
         path.write_text(template)
         return DaemonConfig(
             daemon=DaemonSection(state_dir=self.state_dir),
-            cluster=ClusterSection(backend="local", local_dir=self.local_dir, observe_s=0.2, quick_s=0.1, absent_s=0.3),
+            cluster=ClusterSection(
+                backend="local", local_dir=self.local_dir, observe_s=0.2, quick_s=0.1, absent_s=0.3, observe_floor_s=0.0,
+                max_rpc_per_min=60_000.0,
+            ),
             harvest=HarvestSection(**{"job_template": path, "max_engines": 4, "backoff_s": 0.1, **harvest}),
         )  # fmt: skip
 
