@@ -69,7 +69,8 @@ class SlurmCluster:
 
     def view_of(self, nodes: tuple[Node, ...], jobs: tuple[Job, ...]) -> ClusterView:
         """An observation of which nodes and jobs are known, with what changes seldom: partitions."""
-        return ClusterView(observed_at=time.time(), nodes=nodes, jobs=jobs, partitions=self._partitions.agreeing(nodes, self._ask_partitions))
+        partitions = self._partitions.agreeing(nodes, self._ask_partitions)
+        return ClusterView(observed_at=time.time(), nodes=nodes, jobs=jobs, partitions=partitions)
 
     def jobs(self) -> tuple[Job, ...]:
         mark = "x" + secrets.token_hex(12)  # a leading digit would be read as a width

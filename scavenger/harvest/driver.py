@@ -5,10 +5,11 @@
       -> policy.decide(view, ...)   actions with reasons
       -> perform                    intent durable -> key file -> key allowed -> sbatch -> submitted
 
-A failed observation is an event with back-off: nothing is decided, cancelled or concluded on it. A process that dies anywhere in between
-leaves what its successor needs: an intent in the ledger, and a job that carries the intent in its name and comment.
+When to look again, and at how much, is `pace`'s. A look at the queue alone moves our jobs on; when it shows that one left its GPUs, a
+whole look follows at once. A failed observation is an event: nothing is decided, cancelled or concluded on it. A process that dies
+anywhere in between leaves what its successor needs: an intent in the ledger, and a job that carries the intent in its name and comment.
 
-Owns the order and the timing. Decides nothing about jobs.
+Owns the order. Decides nothing about jobs.
 """
 
 from __future__ import annotations
@@ -17,8 +18,11 @@ import asyncio
 import contextlib
 import os
 import pwd
+import random
 import re
 import secrets
+import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -33,11 +37,13 @@ from scavenger.cluster.port import Cluster
 from scavenger.config import DaemonConfig
 from scavenger.errors import AuthError, ClusterError, ClusterUnavailable, ConfigError, SubmitUnknown
 from scavenger.harvest import policy, preflight, sights
-from scavenger.harvest.limits import limits_of, rules_of
+from scavenger.harvest.limits import limits_of, pace_of, rules_of
+from scavenger.harvest.pace import Look, Pace
 from scavenger.harvest.policy import Cancel, CancelPending, Code, Decision, GiveBack, Leaving, Submit
 from scavenger.harvest.room import owners
 from scavenger.harvest.script import job_spec, log_path, read_template
 from scavenger.harvest.tracker import Output, Tracker
+from scavenger.harvest.waiting import first
 from scavenger.ledger import records as rec
 from scavenger.router.events import Identity, IntentRevoked, RouterEvent
 from scavenger.router.machine import Demand
@@ -50,10 +56,6 @@ log = structlog.get_logger()
 #: A drained engine's job that is still there after this is cancelled.
 LEAVE_S = 30.0
 RUN_NAME = re.compile(RUN_NAME_PATTERN)
-#: Longest wait between two tries to reach a scheduler that does not answer.
-MAX_RETRY_S = 300.0
-#: Least time between two observations, whoever pokes.
-MIN_PAUSE_S = 2.0
 #: How often the demand is compared with what was last decided on.
 DEMAND_TICK_S = 1.0
 #: How long a stop waits for the cycle under way, so that a submission's answer is still recorded.
@@ -81,6 +83,8 @@ class Harvester:
         clock: Callable[[], float],
         leave_s: float = LEAVE_S,
         token: Callable[[], str] = lambda: secrets.token_hex(8),
+        draw: Callable[[], float] = random.random,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config, self.cluster, self.uid = config, cluster, uid
         self._commit, self._write, self._post = commit, write, post
@@ -96,7 +100,8 @@ class Harvester:
         self.view: ClusterView | None = None  # the last complete observation, for the display
         self._info: ClusterInfo | None = None
         self._refused = ""  # why the partition may no longer be harvested
-        self._failures = 0
+        self._pace, self._monotonic = Pace(pace_of(config), draw, monotonic()), monotonic
+        self.troubles: Counter[str] = Counter()  # failed looks and commands by kind, for status and metrics
         self._last_reason = ""
         self._decided_on: tuple[tuple[int, int, int], ...] = ()
         self._poked = asyncio.Event()
@@ -133,12 +138,13 @@ class Harvester:
         """Harvest until `stop` is set. Raises `ConfigError` when the partition may not be harvested, `ClusterError` when there is no
         scheduler to talk to; what fails later is an event and is tried again."""
         (self._state_dir / "logs").mkdir(mode=0o700, parents=True, exist_ok=True)
+        look = Look.FULL
         while not stop.is_set():
             async with self._cycle_lock:
                 if self._stopping.is_set():
                     return
-                wait_s = await self._cycle()
-            await self._pause(stop, wait_s)
+                await self._cycle(look)
+            look = await self._pause(stop)
 
     async def shutdown(self, cancel: bool) -> None:
         """Stop. Jobs stay for the next daemon unless `cancel`: then every one is cancelled, and waited for while that takes `CANCEL_S`."""
@@ -163,22 +169,26 @@ class Harvester:
 
     # ---------------------------------------------------------------- one cycle
 
-    async def _cycle(self) -> float:
-        """Observe, conclude, decide, perform. Returns the seconds until the next look."""
-        section = self.config.cluster
+    async def _cycle(self, look: Look) -> None:
+        """Observe and conclude; after a whole look also decide and perform."""
+        before = self.cluster.rpc.total
         try:
-            view = await self._observe()
+            view, look = await self._observe(look)
         except ClusterError as error:
             if self._info is None and not isinstance(error, ClusterUnavailable):
                 raise  # it never worked: no Slurm on PATH, not a cluster
-            return self._failed(error)
-        if self._failures:
-            self._write([rec.Event("cluster_back", 0, self._name, f"answers again after {self._failures} failures", "{}", self._clock())])
-            self._failures = 0
+            self._failed(error, before)
+            return
+        if failures := self._pace.failures:
+            self._write([rec.Event("cluster_back", 0, self._name, f"answers again after {failures} failures", "{}", self._clock())])
+        seen = self.cluster.rpc.total
+        self._pace.looked(look, seen - before, self._monotonic())
         self.view = view
         self.tracker.works(intent for intent, (n_leases, _) in self._leases().items() if n_leases)
         output = self.tracker.observe(view, self._clock())
         self._absorb(output)
+        if look is Look.JOBS:
+            return  # the nodes in this view are those of the last whole look: nothing is decided on them
         self._sample(view)
         demand = self._wanted()
         now = self._clock()
@@ -188,19 +198,26 @@ class Harvester:
             await self._cancel_strangers(output.strangers)
             await self._perform(decision, demand)
         except ClusterError as error:
-            return self._failed(error)
-        return section.quick_s if self.tracker.expecting(self._clock()) else section.observe_s
+            self._failed(error, seen)
+            return
+        self._pace.spent(self.cluster.rpc.total - seen, self._monotonic())
 
-    async def _observe(self) -> ClusterView:
+    async def _observe(self, look: Look) -> tuple[ClusterView, Look]:
+        """What was seen, and by which look: a look at the queue becomes a whole one where it says too little."""
         if self._info is None:
             info = await self._call(self.cluster.info)
             view = await self._look()
             preflight.check(info, view.partitions, self.config.harvest.partition, self.config.harvest.qos)
             self._info = info
-            return view
+            return view, Look.FULL
+        if look is Look.JOBS and self.view is not None:
+            asked_at = self._clock()
+            jobs = await self._call(self.cluster.jobs)
+            if not self.tracker.surprised(jobs):
+                return replace(self.view, jobs=jobs, observed_at=asked_at), Look.JOBS
         view = await self._look()
         self._check_again(view)
-        return view
+        return view, Look.FULL
 
     async def _look(self) -> ClusterView:
         """A view, stamped by our clock and with the time before it was asked for: it is at least as new as it says."""
@@ -220,15 +237,16 @@ class Harvester:
             self._write([rec.Event(kind, 0, self.config.harvest.partition, refused or "it is preemptible again", "{}", self._clock())])
         self._refused = refused
 
-    def _failed(self, error: ClusterError) -> float:
-        """A command failed: what it was to do is decided afresh on the next view. Returns the seconds until then."""
-        self._failures += 1
-        retry_s = min(MAX_RETRY_S, self.config.cluster.quick_s * 2.0 ** min(self._failures - 1, 30))
+    def _failed(self, error: ClusterError, before: int) -> None:
+        """A command failed: what it was to do is decided afresh on the next view. `before`: requests that had been counted by then."""
+        trouble = error.trouble if isinstance(error, ClusterUnavailable) else "refused"
+        retry_s = self._pace.failed(trouble, self.cluster.rpc.total - before, self._monotonic())
+        self.troubles[trouble] += 1
         kind = "cluster_unavailable" if isinstance(error, ClusterUnavailable) else "cluster_refused"
-        detail = _json({"failures": self._failures, "retry_s": retry_s})
-        self._write([rec.Event(kind, 0, self._name, error.cause, detail, self._clock())])
-        log.warning(kind, reason=error.cause, failures=self._failures, retry_s=retry_s)
-        return retry_s
+        failures = self._pace.failures
+        detail = {"trouble": trouble, "failures": failures, "retry_s": round(retry_s, 3)}
+        self._write([rec.Event(kind, 0, self._name, error.cause, _json(detail), self._clock())])
+        log.warning(kind, reason=error.cause, **detail)
 
     def _absorb(self, output: Output) -> None:
         """Pass on what the tracker concluded: the ledger first, then the router, then the keys of closed jobs."""
@@ -353,33 +371,24 @@ class Harvester:
         """Run a blocking call in the cluster's one thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: function(*args, **kwargs))
 
-    async def _pause(self, stop: asyncio.Event, wait_s: float) -> None:
-        """Until `wait_s` are over, somebody pokes, the demand is another one, or it is time to stop."""
-        loop = asyncio.get_running_loop()
-        started = loop.time()
-        floor_s = min(MIN_PAUSE_S, self.config.cluster.quick_s)
+    async def _pause(self, stop: asyncio.Event) -> Look:
+        """Until the next look is due, or it is time to stop. Says which look that is."""
+        look = Look.FULL
         while not (stop.is_set() or self._stopping.is_set()):
-            elapsed_s = loop.time() - started
-            moved = not self._failures and (self._poked.is_set() or _shape(self._demand()) != self._decided_on)
-            if elapsed_s >= wait_s or (moved and elapsed_s >= floor_s):
+            now = self._monotonic()
+            moved = self._poked.is_set() or _shape(self._demand()) != self._decided_on
+            rests = not self.tracker.intents and not any(d.engines for d in self._demand())
+            due_at, look = self._pace.next(now, expecting=self.tracker.expecting(self._clock()), moved=moved, rests=rests)
+            if now >= due_at:
                 break
-            left_s = (floor_s if moved else wait_s) - elapsed_s
-            await _first(stop, self._stopping, *([] if moved else [self._poked]), timeout_s=min(DEMAND_TICK_S, left_s))
-        self._poked.clear()
+            await first(stop, self._stopping, *([] if moved else [self._poked]), timeout_s=min(DEMAND_TICK_S, due_at - now))
+        if look is Look.FULL:
+            self._poked.clear()
+        return look
 
     @property
     def _name(self) -> str:
         return self._info.name if self._info is not None else "cluster"
-
-
-async def _first(*events: asyncio.Event, timeout_s: float) -> None:
-    """Wait until one of the events is set, for `timeout_s` at most."""
-    tasks = [asyncio.create_task(event.wait()) for event in events]
-    try:
-        await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 def _shape(demand: Sequence[Demand]) -> tuple[tuple[int, int, int], ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from scavenger.config import DaemonConfig
 from scavenger.harvest.health import Health, HealthRules
+from scavenger.harvest.pace import PaceRules
 from scavenger.harvest.policy import Limits
 from scavenger.harvest.tracker import Rules
 
@@ -11,6 +12,11 @@ from scavenger.harvest.tracker import Rules
 def rules_of(config: DaemonConfig, uid: str, user: str) -> Rules:
     harvest = config.harvest
     return Rules(uid, user, config.cluster.absent_s, HealthRules(harvest.quarantine_after, harvest.quarantine_s, harvest.backoff_s))
+
+
+def pace_of(config: DaemonConfig) -> PaceRules:
+    section = config.cluster
+    return PaceRules(section.observe_s, section.quick_s, section.observe_floor_s, section.max_rpc_per_min)
 
 
 def limits_of(config: DaemonConfig, health: Health, leave_s: float, now: float) -> Limits:

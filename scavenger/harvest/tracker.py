@@ -365,6 +365,14 @@ class Tracker:
             for one in self.intents.values()
         )
 
+    def surprised(self, jobs: Iterable[Job]) -> bool:
+        """Whether one of our jobs no longer holds what it held. Why it left (a lost node?) takes more than the queue to tell."""
+        listed = {job.job_id: job for job in jobs}
+        held = [(one.hold, listed.get(one.job_id)) for one in self.intents.values() if one.hold is not None and one.stage is Stage.HOLDING]
+        return any(
+            job is None or sights.sight_of(job) is not Sight.HOLDS or job.restart_count != hold.restart_count for hold, job in held
+        )
+
     def works(self, intent_ids: Iterable[str]) -> None:
         """Engines of these intents hold leases: jobs of ours can run."""
         for intent_id in intent_ids:

@@ -122,7 +122,7 @@ class World:
         made = Harvester(
             self.config(template, **harvest), self.cluster, UID, commit=commit, write=self.said.extend, post=self.said.append,
             demand=lambda: self.demand, leases=leases, register=self.allowed.__setitem__,
-            unregister=lambda key: self.allowed.pop(key, None), clock=time.time, leave_s=leave_s,
+            unregister=lambda key: self.allowed.pop(key, None), clock=time.time, leave_s=leave_s, draw=lambda: 0.5,
         )  # fmt: skip
         return made
 

@@ -1,0 +1,126 @@
+"""When to look at the cluster again, and at how much of it. Pure: the time, the draw of chance and what a look costs are given.
+
+    at rest (no demand, no job of ours)          twice `observe_s`
+    otherwise                                    every `observe_s`
+    something is expected, or the demand moved   after `quick_s`, or at once, as far as the RPCs saved up allow
+    a look failed                                `quick_s`, doubling to `MAX_RETRY_S`; from `observe_s` on where Slurm asked for fewer RPCs
+
+Every interval is stretched by chance, so that the daemons of a site do not ask in step. RPCs are saved up at `max_rpc_per_min` for
+`SAVED_MIN` at most: the average over that time is what the site allows, whatever happens. Submissions and cancellations are counted too.
+
+Owns that arithmetic. Knows nothing of views, jobs or commands.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from scavenger.cluster.trouble import Trouble
+
+#: Least time between two looks, whoever pokes.
+MIN_PAUSE_S = 2.0
+#: Longest wait between two tries to reach a scheduler that does not answer.
+MAX_RETRY_S = 300.0
+REST = 2.0
+SAVED_MIN = 10.0
+#: Intervals are stretched by a factor between these.
+STRETCH = (0.9, 1.1)
+
+
+class Look(StrEnum):
+    FULL = "full"  # nodes, jobs, now and then partitions: what a decision needs
+    JOBS = "jobs"  # the queue alone: what has become of our jobs
+
+
+@dataclass(frozen=True, slots=True)
+class PaceRules:
+    """`floor_s`: the site's: no two looks are closer. `max_rpc_per_min`: requests to the controller, as it counts them."""
+
+    observe_s: float
+    quick_s: float
+    floor_s: float
+    max_rpc_per_min: float
+
+
+class Pace:
+    """See the module. `draw` gives numbers in [0, 1). Not shared between threads."""
+
+    def __init__(self, rules: PaceRules, draw: Callable[[], float], now: float) -> None:
+        self.rules, self._draw = rules, draw
+        self._saved = self._most = rules.max_rpc_per_min * SAVED_MIN
+        self._counted_at = now
+        self._full_at = self._look_at = -math.inf
+        self._stretch = 1.0
+        self._cost = {Look.FULL: 4.0, Look.JOBS: 2.0}  # until one was measured
+        self.failures = 0
+        self._retry_at = -math.inf
+
+    # ---------------------------------------------------------------- what happened
+
+    def spent(self, rpcs: int, now: float) -> None:
+        """Requests were sent for something else than a look."""
+        self._save(now)
+        self._saved = max(-self._most, self._saved - rpcs)
+
+    def looked(self, look: Look, rpcs: int, now: float) -> None:
+        """A look succeeded. What it cost is what the next one of its kind is taken to cost."""
+        self.spent(rpcs, now)
+        self._cost[look] = float(rpcs)
+        self._look_at = now
+        if look is Look.FULL:
+            self._full_at = now
+        self._roll()
+        self.failures, self._retry_at = 0, -math.inf
+
+    def failed(self, trouble: str, rpcs: int, now: float) -> float:
+        """A look, or a command, failed. Returns the seconds until the next try."""
+        self.spent(rpcs, now)
+        self.failures += 1
+        self._roll()
+        first_s = self.rules.observe_s if trouble == Trouble.RATE_LIMITED else self.rules.quick_s
+        wait_s = max(self.rules.floor_s, min(MAX_RETRY_S, first_s * 2.0 ** min(self.failures - 1, 30))) * self._stretch
+        self._look_at, self._retry_at = now, now + wait_s
+        return wait_s
+
+    # ---------------------------------------------------------------- what is next
+
+    def next(self, now: float, *, expecting: bool, moved: bool, rests: bool, by: float = math.inf) -> tuple[float, Look]:
+        """When the next look is due, and which. `moved`: somebody poked, or wants another number of engines.
+
+        `by`: somebody was promised GPUs by then, so that a whole look is due then whatever it costs.
+        """
+        rules = self.rules
+        if self.failures:
+            return self._retry_at, Look.FULL
+        regular_s = max(rules.observe_s, rules.floor_s) * (REST if rests else 1.0) * self._stretch
+        regular_at = self._full_at + regular_s
+        # the budget may put a look off, but never for longer than the interval itself
+        due = (max(regular_at, min(self._affordable(Look.FULL, now), regular_at + regular_s)), Look.FULL)
+        soon_at = self._look_at + max(rules.floor_s, min(MIN_PAUSE_S, rules.quick_s))
+        due = min(due, (max(by, soon_at), Look.FULL))
+        if moved:
+            due = min(due, (max(soon_at, self._affordable(Look.FULL, now)), Look.FULL))
+        if expecting:
+            quick_at = self._look_at + max(rules.floor_s, rules.quick_s) * self._stretch
+            full = (max(quick_at, self._affordable(Look.FULL, now)), Look.FULL)
+            jobs = (max(quick_at, self._affordable(Look.JOBS, now)), Look.JOBS)
+            due = min(due, full if full[0] <= jobs[0] else jobs)
+        return due
+
+    def _affordable(self, look: Look, now: float) -> float:
+        """When the RPCs that it costs are saved up."""
+        self._save(now)
+        missing = min(self._cost[look], self._most) - self._saved
+        return now if missing <= 0 else now + missing * 60.0 / self.rules.max_rpc_per_min
+
+    def _save(self, now: float) -> None:
+        # a clock that was set back saves nothing
+        gained = max(0.0, now - self._counted_at) * self.rules.max_rpc_per_min / 60.0
+        self._saved, self._counted_at = min(self._most, self._saved + gained), now
+
+    def _roll(self) -> None:
+        low, high = STRETCH
+        self._stretch = low + (high - low) * self._draw()

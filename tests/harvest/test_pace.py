@@ -1,0 +1,144 @@
+"""When the watcher looks: often enough, never more than the site allows, and ever less often at one that does not answer."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+
+from scavenger.cluster.trouble import Trouble, trouble_of
+from scavenger.harvest.pace import MAX_RETRY_S, SAVED_MIN, Look, Pace, PaceRules
+
+RULES = PaceRules(observe_s=60.0, quick_s=15.0, floor_s=5.0, max_rpc_per_min=4.0)
+COST = {Look.FULL: 4, Look.JOBS: 1}
+EVEN = lambda: 0.5  # noqa: E731  intervals as they are written
+
+
+def play(
+    seconds: float, rules: PaceRules = RULES, *, expecting: bool = False, moved: bool = False, rests: bool = False,
+    draw: Callable[[], float] = EVEN, extra: int = 0,
+) -> list[tuple[float, Look]]:  # fmt: skip
+    """The looks of `seconds`, the first at 0; `extra` requests follow each whole one."""
+    pace = Pace(rules, draw, 0.0)
+    now, look, looks = 0.0, Look.FULL, []
+    while now <= seconds:
+        looks.append((now, look))
+        pace.looked(look, COST[look], now)
+        pace.spent(extra if look is Look.FULL else 0, now)
+        now, look = pace.next(now, expecting=expecting, moved=moved, rests=rests)
+    return looks
+
+
+def rpcs(looks: Sequence[tuple[float, Look]]) -> int:
+    return sum(COST[look] for _, look in looks)
+
+
+def test_quiet_looks_come_every_observe_s_and_at_rest_half_as_often() -> None:
+    assert play(300) == [(60.0 * n, Look.FULL) for n in range(6)]
+    assert play(300, rests=True) == [(120.0 * n, Look.FULL) for n in range(3)]
+    hour = play(3600, rests=True)
+    assert rpcs(hour) / 60 <= 2.1, "at rest at most two requests a minute"
+
+
+def test_what_is_expected_is_looked_for_quickly_while_rpcs_are_saved_up() -> None:
+    looks = play(120, expecting=True)
+    assert [at for at, _ in looks[:5]] == [0, 15, 30, 45, 60]
+
+
+@pytest.mark.parametrize("mood", [{"expecting": True}, {"moved": True}, {"expecting": True, "moved": True}, {}])
+@pytest.mark.parametrize("most", [2.0, 4.0, 30.0])
+def test_over_ten_minutes_the_average_stays_below_what_the_site_allows_whatever_happens(mood: dict[str, bool], most: float) -> None:
+    looks = play(4 * 3600, replace(RULES, max_rpc_per_min=most), **mood)
+    for start in range(0, 3 * 3600, 300):
+        spent = rpcs([(at, look) for at, look in looks if start <= at < start + 600 * 2])
+        # what was saved beforehand, what was earned meanwhile, and the look that began before
+        assert spent <= most * SAVED_MIN + most * 20 + COST[Look.FULL]
+    hour = rpcs([(at, look) for at, look in looks if at >= 3 * 3600])
+    regular = rpcs(play(3600, replace(RULES, max_rpc_per_min=1e9)))
+    assert hour <= max(most * 60, regular / 2) + COST[Look.FULL]
+
+
+def test_a_look_at_the_queue_alone_is_taken_where_a_whole_one_is_too_dear() -> None:
+    looks = play(3600, expecting=True)
+    kinds = [look for at, look in looks if at > 1800]
+    assert kinds.count(Look.JOBS) > 2 * kinds.count(Look.FULL) > 0
+
+
+def test_the_budget_puts_the_regular_look_off_by_one_interval_at_most() -> None:
+    gaps = [b - a for (a, _), (b, _) in itertools.pairwise(play(7200, replace(RULES, max_rpc_per_min=0.5)))]
+    assert max(gaps) <= 120.0
+    assert max(gaps) > 100.0
+
+
+def test_a_promise_is_kept_whatever_it_costs() -> None:
+    pace = Pace(replace(RULES, max_rpc_per_min=0.1), EVEN, 0.0)
+    pace.looked(Look.FULL, 4, 0.0)
+    assert pace.next(1.0, expecting=False, moved=False, rests=True, by=20.0) == (20.0, Look.FULL)
+    assert pace.next(1.0, expecting=False, moved=False, rests=True, by=1.0) == (5.0, Look.FULL), "the site's floor holds"
+
+
+def test_submissions_are_counted_and_put_quick_looks_off() -> None:
+    busy, idle = play(1200, expecting=True, extra=20), play(1200, expecting=True)
+    assert len(busy) < len(idle)
+
+
+def test_no_two_looks_are_closer_than_the_floor() -> None:
+    eager = PaceRules(observe_s=1.0, quick_s=0.1, floor_s=10.0, max_rpc_per_min=1e6)
+    for mood in ({"expecting": True}, {"moved": True}, {}):
+        gaps = [b - a for (a, _), (b, _) in itertools.pairwise(play(200, eager, **mood))]
+        assert min(gaps) >= 9.0
+
+
+def test_intervals_are_stretched_by_chance_a_tenth_at_most() -> None:
+    draws = itertools.cycle([0.0, 0.25, 0.5, 0.75, 0.999])
+    gaps = {round(b - a, 1) for (a, _), (b, _) in itertools.pairwise(play(3000, draw=lambda: next(draws)))}
+    assert len(gaps) > 3
+    assert all(54.0 <= gap <= 66.0 + 3 for gap in gaps)
+
+
+def test_failures_double_the_wait_to_a_bound_and_one_success_ends_that() -> None:
+    pace = Pace(RULES, EVEN, 0.0)
+    waits, now = [], 0.0
+    for _ in range(7):
+        waits.append(pace.failed(Trouble.NO_ANSWER, 1, now))
+        due, look = pace.next(now, expecting=True, moved=True, rests=False)
+        assert (due, look) == (now + waits[-1], Look.FULL), "neither demand nor expectation asks sooner"
+        now = due
+    assert waits == [15, 30, 60, 120, 240, MAX_RETRY_S, MAX_RETRY_S]
+    pace.looked(Look.FULL, 4, now)
+    assert pace.failures == 0
+    assert pace.next(now, expecting=False, moved=False, rests=False)[0] <= now + 2 * 60
+
+
+def test_where_slurm_asks_for_fewer_requests_the_first_wait_is_a_whole_interval() -> None:
+    pace = Pace(RULES, EVEN, 0.0)
+    assert [pace.failed(Trouble.RATE_LIMITED, 1, 0.0) for _ in range(3)] == [60, 120, 240]
+
+
+def test_a_clock_that_was_set_back_saves_nothing_up() -> None:
+    pace = Pace(RULES, EVEN, 1000.0)
+    pace.looked(Look.FULL, 200, 1000.0)
+    due, _ = pace.next(0.0, expecting=True, moved=False, rests=False)
+    assert math.isfinite(due)
+    assert due > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "trouble"),
+    [
+        ("slurm_load_jobs error: Rate limit exceeded, please retry momentarily", Trouble.RATE_LIMITED),
+        ("error: If munged is up, restart with --num-threads=10 ... Protocol authentication error", Trouble.AUTH),
+        ("slurm_load_jobs error: Slurm backup controller in standby mode", Trouble.FAILING_OVER),
+        ("slurm_load_jobs error: Socket timed out on send/recv operation", Trouble.NO_ANSWER),
+        ("slurm_load_jobs error: Unable to contact slurm controller (connect failure)", Trouble.DOWN),
+        ("Zero Bytes were transmitted or received", Trouble.NO_ANSWER),
+        ("Header lengths are longer than data received", Trouble.PARTIAL),
+        ("sbatch: error: Batch job submission failed: Invalid account or account/partition combination specified", None),
+        ("scontrol: error: Access/permission denied", None),
+    ],
+)
+def test_slurms_complaints_have_names_and_refusals_have_none(words: str, trouble: Trouble | None) -> None:
+    assert trouble_of(words) is trouble
