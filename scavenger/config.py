@@ -67,6 +67,7 @@ class ClusterSection(Section):
     max_rpc_per_min: Annotated[float, Field(gt=0)] = 4.0  # requests to the controller, on average over ten minutes
     absent_s: Annotated[float, Field(ge=0)] = 30.0  # a job is ended only after it was absent this long
     command_timeout_s: Seconds = 20.0
+    command_output: Literal["fields", "json"] = "fields"  # what Slurm's commands are asked to print
 
 
 class HarvestSection(Section):

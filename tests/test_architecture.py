@@ -29,6 +29,7 @@ PURE = (
     "scavenger/cluster/commands.py",
     "scavenger/cluster/pyslurm_read.py",
     "scavenger/cluster/pyslurm_wire.py",
+    "scavenger/cluster/slurm_json.py",
     "scavenger/cluster/slurm_text.py",
     "scavenger/cluster/trouble.py",
     "scavenger/cluster/scheduler.py",

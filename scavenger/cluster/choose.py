@@ -32,7 +32,7 @@ def backend(config: DaemonConfig) -> Cluster:
             "no Slurm on this host: sbatch is not on PATH",
             'run the daemon on a login node, or set backend = "local" and local_dir in [cluster]',
         )
-    commands = SlurmCluster(timeout_s=section.command_timeout_s)
+    commands = SlurmCluster(timeout_s=section.command_timeout_s, output=section.command_output)
     if section.backend == "slurm":
         log.info("backend", chosen="slurm", reason="backend = \"slurm\": Slurm's commands")
         return commands

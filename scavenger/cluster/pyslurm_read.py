@@ -5,7 +5,6 @@ Knows nothing of pyslurm, pipes or clocks.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from scavenger.cluster import slurm_text
@@ -14,7 +13,6 @@ from scavenger.cluster.model import Job, Node
 from scavenger.cluster.pyslurm_wire import JobRow, NodeRow
 from scavenger.errors import ClusterUnavailable
 
-_MAX_TASKS = 1_000_000
 _BASE_WORDS = {"power": "powered_down"}  # pyslurm 22.5's own word
 
 
@@ -36,7 +34,7 @@ def _node(row: NodeRow) -> Node:
 
 def read_jobs(rows: Sequence[JobRow]) -> tuple[Job, ...]:
     """Sorted by id; a pending array is one job a task, as `squeue -r` lists it."""
-    jobs = [job for row in rows for job in [_job(row)] * count_tasks(row.array_tasks)]
+    jobs = [job for row in rows for job in [_job(row)] * slurm_text.count_tasks(row.array_tasks)]
     return tuple(sorted(jobs, key=lambda job: job.job_id))
 
 
@@ -52,21 +50,3 @@ def _job(row: JobRow) -> Job:
         eligible_time=float(row.eligible_time), start_time=float(row.start_time), end_time=float(row.end_time),
         time_limit_s=slurm_text.parse_duration(row.time_limit), exit_code=128 + row.exit_signal if row.exit_signal else row.exit_code,
     )  # fmt: skip
-
-
-def count_tasks(text: str) -> int:
-    """Tasks in an array's '0-9:2,20%4'; 1 for a job that is no array. Raises `ClusterUnavailable` when it is cut off or malformed."""
-    if not text:
-        return 1
-    count = 0
-    for part in text.partition("%")[0].split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+)(?::(\d+))?)?", part)
-        if match is None:
-            raise ClusterUnavailable(f"malformed array tasks {text[:80]!r}")
-        low, high, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
-        if high < low or step < 1:
-            raise ClusterUnavailable(f"malformed array tasks {text[:80]!r}")
-        count += (high - low) // step + 1
-    if count > _MAX_TASKS:
-        raise ClusterUnavailable(f"an array of {count} tasks: {text[:80]!r}")
-    return count

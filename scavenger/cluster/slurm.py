@@ -14,8 +14,9 @@ import secrets
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
-from scavenger.cluster import commands, rpc
+from scavenger.cluster import commands, rpc, slurm_json
 from scavenger.cluster.model import ClusterInfo, ClusterView, Job, JobSpec, Node, Partition
 from scavenger.cluster.rpc import RpcCounter
 from scavenger.cluster.trouble import Trouble, trouble_of
@@ -36,16 +37,23 @@ class SlurmCluster:
     """`port.Cluster` over Slurm's commands.
 
     `env` is the environment for them (default: this process's, without what an outer Slurm job left in it). `rpc` counts the
-    requests that the commands send to the controller, so that the load we put on it can be seen.
+    requests that the commands send to the controller, so that the load we put on it can be seen. `output`: see `slurm_json`.
     """
 
-    def __init__(self, env: Mapping[str, str] | None = None, timeout_s: float = 20.0, partitions_s: float = PARTITIONS_S) -> None:
+    def __init__(
+        self,
+        env: Mapping[str, str] | None = None,
+        timeout_s: float = 20.0,
+        partitions_s: float = PARTITIONS_S,
+        output: Literal["fields", "json"] = "fields",
+    ) -> None:
         inherited = os.environ if env is None else env
         self._env = {key: value for key, value in inherited.items()
                      if not key.startswith(_STEERING) or key == "SLURM_CONF"}
         self._env["SLURM_TIME_FORMAT"] = "%s"
         self._env["LC_ALL"] = "C.UTF-8"
-        self._timeout_s = timeout_s
+        self._timeout_s, self._output = timeout_s, output
+        self._version = ""
         self._partitions = Remembered(partitions_s)
         self.rpc = RpcCounter()
 
@@ -64,8 +72,14 @@ class SlurmCluster:
     def view(self) -> ClusterView:
         # nodes first: a GPU taken between two commands then shows an owner in the queue; the other order would show a
         # busy GPU that nobody holds
-        nodes = commands.parse_nodes(self._ask(commands.nodes_argv(), rpc.NODES))
+        nodes = self._nodes()
         return self.view_of(nodes, self.jobs())
+
+    def _nodes(self) -> tuple[Node, ...]:
+        if self._output == "fields":
+            return commands.parse_nodes(self._ask(commands.nodes_argv(), rpc.NODES))
+        self._version = self._version or self.version()
+        return slurm_json.parse_nodes(self._ask(slurm_json.nodes_argv(self._version), rpc.NODES))
 
     def view_of(self, nodes: tuple[Node, ...], jobs: tuple[Job, ...]) -> ClusterView:
         """An observation of which nodes and jobs are known, with what changes seldom: partitions."""
@@ -73,6 +87,8 @@ class SlurmCluster:
         return ClusterView(observed_at=time.time(), nodes=nodes, jobs=jobs, partitions=partitions)
 
     def jobs(self) -> tuple[Job, ...]:
+        if self._output == "json":
+            return slurm_json.parse_jobs(self._ask(slurm_json.jobs_argv(), rpc.JOBS_JSON))
         mark = "x" + secrets.token_hex(12)  # a leading digit would be read as a width
         return commands.parse_jobs(self._ask(commands.squeue_argv(mark), rpc.JOBS), mark)
 

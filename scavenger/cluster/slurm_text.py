@@ -31,6 +31,7 @@ _FLAG_BASE: Mapping[JobFlag, JobState] = {
 _STATES = {state.value: state for state in JobState}
 _FLAGS = {flag.value: flag for flag in JobFlag}
 NOTHING = frozenset({"", "(null)", "N/A", "n/a", "None", "NONE", "NOT_SET", "Unknown", "INVALID"})
+_MAX_TASKS = 1_000_000
 _UNLIMITED = frozenset({"UNLIMITED", "INFINITE"})
 
 
@@ -153,3 +154,21 @@ def _gpu_items(text: str) -> Iterable[tuple[str, int]]:
         match = re.fullmatch(r"(?:gres[:/])?gpu(?:[:/]([A-Za-z][\w.-]*))?(?:[:=](\d+))?", item.strip())
         if match is not None:
             yield match[1] or "", int(match[2]) if match[2] is not None else 1
+
+
+def count_tasks(text: str) -> int:
+    """Tasks in an array's '0-9:2,20%4'; 1 for a job that is no array. Raises `ClusterUnavailable` when it is cut off or malformed."""
+    if not text:
+        return 1
+    count = 0
+    for part in text.partition("%")[0].split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+)(?::(\d+))?)?", part)
+        if match is None:
+            raise ClusterUnavailable(f"malformed array tasks {text[:80]!r}")
+        low, high, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
+        if high < low or step < 1:
+            raise ClusterUnavailable(f"malformed array tasks {text[:80]!r}")
+        count += (high - low) // step + 1
+    if count > _MAX_TASKS:
+        raise ClusterUnavailable(f"an array of {count} tasks: {text[:80]!r}")
+    return count

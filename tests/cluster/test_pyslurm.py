@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import structlog
 
-from scavenger.cluster import choose, procs, pyslurm_client, pyslurm_read
+from scavenger.cluster import choose, procs, pyslurm_client, slurm_text
 from scavenger.cluster import pyslurm_wire as wire
 from scavenger.cluster.model import JobState
 from scavenger.cluster.pyslurm_client import PyslurmCluster, mismatch, unfit
@@ -238,13 +238,13 @@ def test_auto_takes_pyslurm_where_it_fits_and_says_why_where_not(
 
 @pytest.mark.parametrize(("text", "count"), [("", 1), ("0-3", 4), ("0-9:2,20%4", 6), ("7", 1), ("1,3,5", 3)])
 def test_a_pending_array_is_as_many_jobs_as_it_has_tasks(text: str, count: int) -> None:
-    assert pyslurm_read.count_tasks(text) == count
+    assert slurm_text.count_tasks(text) == count
 
 
 @pytest.mark.parametrize("text", ["0-3,...", "x", "3-1", "0-99999999", "0-9:0", ","])
 def test_a_list_of_tasks_that_is_cut_off_or_malformed_is_no_observation(text: str) -> None:
     with pytest.raises(ClusterUnavailable):
-        pyslurm_read.count_tasks(text)
+        slurm_text.count_tasks(text)
 
 
 def test_bytes_that_are_no_reply_and_lengths_over_the_bound_are_refused() -> None:
