@@ -36,6 +36,7 @@ PURE = (
     "scavenger/harvest/autoscale.py",
     "scavenger/harvest/pace.py",
     "scavenger/harvest/policy.py",
+    "scavenger/harvest/states.py",
     "scavenger/harvest/survival.py",
     "scavenger/harvest/tracker.py",
     "scavenger/router/machine*.py",

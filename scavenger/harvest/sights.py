@@ -147,6 +147,12 @@ def held_back(job: Job) -> str:
     return ""
 
 
+def held_word(job: Job) -> str:
+    """How the hold of a job that was put back and held is called in the ledger; "" for one that is not held."""
+    why = held_back(job)
+    return "failed" if why.startswith("launch") else "requeued" if why else ""
+
+
 def crashed(job: Job) -> bool:
     """Whether the engine itself failed. While a job is completing only its exit code can tell, and a killed one does not."""
     if job.state in CRASHES:

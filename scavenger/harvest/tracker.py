@@ -161,6 +161,7 @@ class Tracker:
         """Compare a view with what we know. Records, events and ends come in the order of intent ids."""
         draft = _Draft(now)
         listed, strangers = self._match(view)
+        self._forget_reused(draft, listed, view)
         lost = {node.name for node in view.nodes if node.states & _LOST_NODE}
         for intent_id in sorted(self.intents):
             self._look(draft, self.intents[intent_id], listed.get(intent_id), lost)
@@ -189,6 +190,16 @@ class Tracker:
             elif proved and alive and job.user == self.rules.user:
                 strangers.append(job.job_id)  # a second job of one intent: its submission was repeated behind our back
         return listed, strangers
+
+    def _forget_reused(self, draft: _Draft, listed: Mapping[str, Job], view: ClusterView) -> None:
+        """An id that is another job's now (the controller lost its state, and counts afresh) must never be cancelled as ours."""
+        theirs = {job.job_id for job in view.jobs} - {job.job_id for job in listed.values()}
+        for intent_id in sorted(self.intents):
+            one = self.intents[intent_id]
+            if intent_id not in listed and one.job_id in theirs:
+                why = f"job {one.job_id} does not carry this intent: its id was given out again"
+                draft.records.append(rec.Event("job_id_reused", one.intended.run_id, intent_id, why, "{}", draft.now))
+                one.job_id = 0
 
     def _look(self, draft: _Draft, one: Tracked, job: Job | None, lost: set[str]) -> None:
         sight = Sight.ABSENT if job is None else sights.sight_of(job)
@@ -258,7 +269,7 @@ class Tracker:
         """The GPUs are somebody else's now. `job` is what the queue shows of it since."""
         one.hold = hold
         same = job.restart_count == hold.restart_count
-        why = self._why(one, job, lost) if same else self._requeued_by(one, hold, lost)
+        why = self._why(one, job, lost) if same else sights.held_word(job) or self._requeued_by(one, hold, lost)
         ended = job.end_time if sights.sight_of(job) is Sight.FINISHED else job.submit_time
         ended_at = _within(ended, max(one.known_at, hold.started_at), draft.now)
         draft.records.append(rec.HoldEnded(one.intent_id, hold.restart_count, why, ended_at))
@@ -282,7 +293,7 @@ class Tracker:
         if word:
             return word
         if job.state is JobState.PENDING:
-            return "failed" if sights.held_back(job) else self._requeued_by(one, one.hold, lost)
+            return sights.held_word(job) or self._requeued_by(one, one.hold, lost)
         return "preempted" if job.reason.startswith("preempted") else "unknown"
 
     def _requeued_by(self, one: Tracked, hold: Hold | None, lost: set[str]) -> str:
