@@ -1,0 +1,152 @@
+"""Slurm fails in every way that can be had on one machine, on a real one: each is a named trouble, costs no job, and passes by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from scavenger.cluster import procs
+from scavenger.cluster.model import JobState
+from scavenger.cluster.port import Cluster
+from scavenger.cluster.pyslurm_client import PyslurmCluster
+from scavenger.cluster.sandbox import SlurmSandbox
+from scavenger.cluster.slurm import SlurmCluster
+from scavenger.cluster.trouble import Trouble
+from scavenger.ledger import records as rec
+from scavenger.router.events import IntentRevoked, JobGone
+from tests.clusters import empty
+from tests.harvest.test_driver import World, layout, running, until
+
+pytestmark = pytest.mark.slurm
+KINDS = ["slurm", pytest.param("pyslurm", marks=pytest.mark.pyslurm)]
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Iterator[SlurmSandbox]:
+    """A Slurm of its own: the shared one may not be stopped under others, and cannot be harvested."""
+    with SlurmSandbox(msgspec.structs.replace(layout(), requeue_delay_s=6.0)) as made:
+        yield made
+
+
+@pytest.fixture
+def world(sandbox: SlurmSandbox, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[World]:
+    """A harvester's world on it, by the commands or by pyslurm, and with what stands in `tmp_path/bin` before Slurm's commands."""
+    (tmp_path / "bin").mkdir()
+    env = {**sandbox.env, "PATH": f"{tmp_path}/bin{os.pathsep}{sandbox.env['PATH']}"}
+    cluster: Cluster = SlurmCluster(env, timeout_s=6.0)
+    if getattr(request, "param", "slurm") == "pyslurm":
+        cluster = PyslurmCluster(SlurmCluster(env, timeout_s=6.0), timeout_s=6.0)
+    yield World(cluster, tmp_path, tmp_path / "state")
+    cluster.close()
+    empty(SlurmCluster(sandbox.env))
+
+
+def troubles(world: World) -> set[str]:
+    return {msgspec.json.decode(event.detail)["trouble"] for event in world.events("cluster_unavailable")}
+
+
+def survives(world: World, begin: Callable[[], object], end: Callable[[], object], expected: set[str]) -> None:
+    """An engine runs; the fault begins, is named, and ends. Nothing was done on it, and the same job goes on."""
+
+    async def play() -> None:
+        world.want(1)
+        harvester = world.harvester()
+        async with running(harvester):
+            await until("an engine runs and is observed", lambda: world.of(rec.HoldStarted), 30.0)
+            begin()
+            try:
+                await until("the fault is named", lambda: troubles(world), 30.0)
+                world.want(0)  # nothing is decided on a cluster that is not seen
+                count = len(world.events("cluster_unavailable"))
+                await until("and goes on", lambda: len(world.events("cluster_unavailable")) > count, 30.0)
+                assert not world.of(IntentRevoked)
+                world.want(1)
+            finally:
+                end()
+            await until("it answers again", lambda: world.events("cluster_back"), 60.0)
+            n = len(world.of(rec.ClusterSampled))
+            await until("and is looked at", lambda: len(world.of(rec.ClusterSampled)) > n + 1, 30.0)
+        assert harvester.troubles.total() == len(world.events("cluster_unavailable"))
+
+    asyncio.run(play())
+    assert troubles(world) <= expected
+    assert not [one for one in world.said if isinstance(one, tuple) and one[0] == "cancel"]
+    assert (world.of(rec.JobEnded), world.of(rec.HoldEnded), world.of(JobGone), world.of(IntentRevoked)) == ([], [], [], [])
+    assert len(world.of(rec.JobIntended)) == len(world.of(rec.HoldStarted)) == 1
+    [job] = world.jobs(JobState.RUNNING)
+    assert job.job_id == world.of(rec.JobSubmitted)[0].job_id
+
+
+@pytest.mark.parametrize("world", KINDS, indirect=True)
+def test_a_controller_that_hangs(world: World, sandbox: SlurmSandbox) -> None:
+    survives(world, sandbox.freeze_controller, sandbox.thaw_controller, {Trouble.NO_ANSWER})
+
+
+@pytest.mark.parametrize("world", KINDS, indirect=True)
+def test_munge_is_down(world: World, sandbox: SlurmSandbox) -> None:
+    socket, aside = sandbox.dir / "run/munge.socket", sandbox.dir / "run/munge.aside"
+    survives(world, lambda: socket.rename(aside), lambda: aside.rename(socket), {Trouble.AUTH})
+
+
+def test_an_answer_that_is_cut_off(world: World, sandbox: SlurmSandbox) -> None:
+    fake = world.local_dir / "bin/squeue"
+
+    def cut() -> None:
+        fake.write_text(f'#!/bin/bash\nPATH="{sandbox.env["PATH"]}"\nout=$(squeue "$@"; echo .)\nprintf %s "${{out:0:40}}"\n')
+        fake.chmod(0o755)
+
+    survives(world, cut, fake.unlink, {Trouble.PARTIAL})
+
+
+def test_an_answer_that_leaves_nodes_out(world: World, sandbox: SlurmSandbox) -> None:
+    fake = world.local_dir / "bin/scontrol"
+
+    def leave_out() -> None:
+        fake.write_text(f'#!/bin/bash\nPATH="{sandbox.env["PATH"]}"\nscontrol "$@" | grep -v NodeName=node2\n')
+        fake.chmod(0o755)
+
+    survives(world, leave_out, fake.unlink, {Trouble.PARTIAL})
+
+
+@pytest.mark.parametrize("world", [pytest.param("pyslurm", marks=pytest.mark.pyslurm)], indirect=True)
+def test_pyslurms_process_hangs(world: World) -> None:
+    site = world.site
+    assert isinstance(site, PyslurmCluster)
+    frozen: list[int] = []
+
+    def freeze() -> None:
+        frozen.append(site.pid)
+        procs.send(frozen, signal.SIGSTOP)
+
+    survives(world, freeze, lambda: None, {Trouble.BACKEND})
+    assert site.pid not in (0, *frozen)
+
+
+@pytest.mark.parametrize("world", KINDS, indirect=True)
+def test_a_controller_that_is_killed_and_comes_back(world: World, sandbox: SlurmSandbox) -> None:
+    """It is started again at once, so that a look need not fail; what matters is that the job is the same one before and after."""
+
+    async def play() -> None:
+        world.want(1)
+        async with running(world.harvester()):
+            await until("an engine runs and is observed", lambda: world.of(rec.HoldStarted), 30.0)
+            [mine] = world.jobs(JobState.RUNNING)
+            saved, held_since = sandbox.dir / "state/job_state", world.of(rec.HoldStarted)[0].at
+            await until("the controller has saved it", lambda: saved.exists() and saved.stat().st_mtime > held_since + 1.0, 30.0)
+            before = sandbox.controller_pid
+            procs.send([before], signal.SIGKILL)
+            await until("another controller runs", lambda: sandbox.controller_pid not in (0, before), 30.0)
+            n = len(world.of(rec.ClusterSampled))
+            await until("it is looked at", lambda: len(world.of(rec.ClusterSampled)) > n + 3, 60.0)
+            assert [job.job_id for job in world.jobs(JobState.RUNNING)] == [mine.job_id]
+
+    asyncio.run(play())
+    assert troubles(world) <= {Trouble.DOWN, Trouble.NO_ANSWER}
+    assert (world.of(rec.JobEnded), world.of(rec.HoldEnded), world.of(JobGone)) == ([], [], [])
+    assert len(world.of(rec.JobIntended)) == 1
