@@ -137,8 +137,7 @@ class SlurmCluster:
         try:
             return self._run(argv, cost, env=self._env)
         except subprocess.TimeoutExpired as error:
-            late = f"{argv[0]} gave no answer within {self._timeout_s:.0f} s"
-            raise ClusterUnavailable(late, trouble=Trouble.NO_ANSWER) from error
+            raise _late(argv[0], self._timeout_s, error.stderr) from error
 
     def _run(
         self, argv: Sequence[str], cost: Mapping[str, int], *, env: Mapping[str, str], stdin: str = ""
@@ -180,6 +179,14 @@ def _missing(partitions: Sequence[Partition], known: set[str]) -> list[str]:
 
 def _words(done: subprocess.CompletedProcess[str]) -> str:
     return " ".join(done.stderr.split()) or f"exit status {done.returncode}"
+
+
+def _late(command: str, timeout_s: float, stderr: bytes | str | None) -> ClusterUnavailable:
+    """What it complained of before its time was over says more than that it was slow: with munge down it tries for seconds."""
+    said = stderr.decode(errors="replace") if isinstance(stderr, bytes) else stderr or ""
+    words = " ".join(said.split())
+    cause = f"{command} gave no answer within {timeout_s:.0f} s" + (f": {words[-300:]}" if words else "")
+    return ClusterUnavailable(cause, trouble=trouble_of(words) or Trouble.NO_ANSWER)
 
 
 def _failure(command: str, words: str) -> ClusterError:

@@ -32,6 +32,7 @@ from tests.clusters import unfinished
 
 UID = "feedbeef"
 SLEEPS = "#!/bin/bash\n# {{ key | quote }}\ntrap 'exit 0' TERM\nwhile :; do sleep 0.05; done\n"
+FAST = {"observe_s": 0.2, "quick_s": 0.1, "observe_floor_s": 0.0, "max_rpc_per_min": 60_000.0}
 DIES = "#!/bin/bash\nexit 3\n"
 
 
@@ -42,11 +43,15 @@ class Reached:
         self.cluster, self.said = cluster, said
         self.fail_view = self.lose_answer = False
         self.refuse = ""
+        self.own_rpc, self.whole_cost = RpcCounter(), 4
+        self.looks: list[str] = []
 
     def info(self) -> ClusterInfo:
         return self.cluster.info()
 
     def view(self) -> ClusterView:
+        self.looks.append("full")
+        self.own_rpc.add({"node_info": self.whole_cost})
         if self.fail_view:
             self.said.append("view failed")
             raise ClusterUnavailable("slurmctld does not answer")
@@ -54,10 +59,11 @@ class Reached:
 
     @property
     def rpc(self) -> RpcCounter:
-        return self.cluster.rpc
+        return self.own_rpc
 
     def jobs(self) -> tuple[Job, ...]:
-        return self.view().jobs
+        self.looks.append("jobs")
+        return self.cluster.jobs()
 
     def submit(self, spec: JobSpec) -> int:
         if self.refuse:
@@ -90,6 +96,7 @@ class World:
     demand: list[Demand] = field(default_factory=list)
     connected: bool = True  # whether the router knows an engine of every job that holds GPUs
     allowed: dict[str, Identity] = field(default_factory=dict)
+    pace: dict[str, float] = field(default_factory=lambda: dict(FAST))
     cluster: Reached = field(init=False)
 
     def __post_init__(self) -> None:
@@ -103,10 +110,7 @@ class World:
         path.write_text(template)
         return DaemonConfig(
             daemon=DaemonSection(state_dir=self.state_dir),
-            cluster=ClusterSection(
-                backend="local", local_dir=self.local_dir, observe_s=0.2, quick_s=0.1, absent_s=0.3, observe_floor_s=0.0,
-                max_rpc_per_min=60_000.0,
-            ),
+            cluster=ClusterSection(backend="local", local_dir=self.local_dir, absent_s=0.3, **self.pace),
             harvest=HarvestSection(**{"job_template": path, "max_engines": 4, "backoff_s": 0.1, **harvest}),
         )  # fmt: skip
 
@@ -235,6 +239,30 @@ def test_a_preempted_engine_is_told_to_the_router_and_comes_back_under_the_same_
     assert (gone.incarnation, gone.crashed) == (0, False)
     assert [end.reason for end in world.of(rec.HoldEnded)] == ["preempted"]
     assert len(world.of(rec.JobIntended)) == 1, "the requeued job serves the demand"
+
+
+def test_with_the_budget_spent_the_queue_alone_is_looked_at_and_a_preemption_brings_a_whole_look_at_once(world: World) -> None:
+    # looks at the queue cost nothing here, whole ones 60: after ten of them the 600 that are saved up at first are spent
+    world.pace |= {"observe_s": 60.0, "max_rpc_per_min": 60.0}
+    world.cluster.whole_cost = 60
+
+    async def play() -> None:
+        world.site.submit(spec(gpus=2, nodelist=("node1",)))
+        world.site.submit(spec(gpus=1, nodelist=("node2",)))
+        world.want(1)
+        async with running(world.harvester()):
+            await until("an engine runs", lambda: world.of(rec.HoldStarted))
+            world.want(0)  # it does not listen, so that its leave is expected from now on
+            await until("it is asked to leave", lambda: world.of(IntentRevoked))
+            await until("only the queue is looked at", lambda: world.cluster.looks[-5:] == ["jobs"] * 5)
+            whole, samples = world.cluster.looks.count("full"), len(world.of(rec.ClusterSampled))
+            assert whole == samples <= 12
+            world.site.submit(spec(gpus=1, nodelist=("node2",)))
+            await until("the router knows, long before observe_s", lambda: world.of(JobGone))
+            assert world.cluster.looks.count("full") == whole + 1
+
+    asyncio.run(play())
+    assert [end.reason for end in world.of(rec.HoldEnded)] == ["requeued"], "we had asked it to leave"
 
 
 def test_with_demand_gone_pending_jobs_are_cancelled_and_engines_drained(world: World) -> None:

@@ -88,10 +88,12 @@ def test_a_controller_that_hangs(world: World, sandbox: SlurmSandbox) -> None:
     survives(world, sandbox.freeze_controller, sandbox.thaw_controller, {Trouble.NO_ANSWER})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", KINDS, indirect=True)
 def test_munge_is_down(world: World, sandbox: SlurmSandbox) -> None:
     socket, aside = sandbox.dir / "run/munge.socket", sandbox.dir / "run/munge.aside"
-    survives(world, lambda: socket.rename(aside), lambda: aside.rename(socket), {Trouble.AUTH})
+    survives(world, lambda: socket.rename(aside), lambda: aside.rename(socket), {Trouble.AUTH, Trouble.BACKEND})
+    assert Trouble.AUTH in troubles(world), "pyslurm's process may be ended besides: munge's own patience is longer than ours"
 
 
 def test_an_answer_that_is_cut_off(world: World, sandbox: SlurmSandbox) -> None:
@@ -104,6 +106,7 @@ def test_an_answer_that_is_cut_off(world: World, sandbox: SlurmSandbox) -> None:
     survives(world, cut, fake.unlink, {Trouble.PARTIAL})
 
 
+@pytest.mark.long
 def test_an_answer_that_leaves_nodes_out(world: World, sandbox: SlurmSandbox) -> None:
     fake = world.local_dir / "bin/scontrol"
 
@@ -128,6 +131,7 @@ def test_pyslurms_process_hangs(world: World) -> None:
     assert site.pid not in (0, *frozen)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", KINDS, indirect=True)
 def test_a_controller_that_is_killed_and_comes_back(world: World, sandbox: SlurmSandbox) -> None:
     """It is started again at once, so that a look need not fail; what matters is that the job is the same one before and after."""
