@@ -60,7 +60,8 @@ def explain(config: DaemonConfig, user: str, host: str) -> list[str]:
         f"{h.headroom_gpus} idle GPUs are always left alone",
         f"job       run.gpus_per_engine GPUs, {', '.join(asks)}; {h.time_limit_s / 3600:g} h at most; "
         f"runs {h.python or 'the Python of the daemon'}",
-        f"looks     every {c.observe_s:g} s, every {c.quick_s:g} s while something is expected",
+        f"looks     every {c.observe_s:g} s, every {c.quick_s:g} s while something is expected, never closer than {c.observe_floor_s:g} s; "
+        f"{c.max_rpc_per_min:g} requests to slurmctld a minute on average",
     ]
 
 

@@ -1,0 +1,91 @@
+"""How answers of Slurm's commands, and their absence, become trouble with a name; with stand-ins for the commands."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from scavenger.cluster.model import JobSpec, Node, Partition, PreemptMode
+from scavenger.cluster.slurm import Remembered, SlurmCluster
+from scavenger.cluster.trouble import Trouble
+from scavenger.errors import ClusterError, ClusterUnavailable, SubmitUnknown
+
+
+def site(folder: Path, timeout_s: float = 20.0, **commands: str) -> SlurmCluster:
+    """A cluster whose commands are these shell scripts."""
+    for name, body in commands.items():
+        (folder / name).write_text(f"#!/bin/sh\n{body}\n")
+        (folder / name).chmod(0o755)
+    return SlurmCluster({"PATH": os.pathsep.join([str(folder), os.environ["PATH"]])}, timeout_s)
+
+
+@pytest.mark.parametrize(
+    ("words", "trouble"),
+    [("slurm_load_jobs error: Rate limit exceeded, please retry momentarily", Trouble.RATE_LIMITED),
+     ("slurm_load_jobs error: Slurm backup controller in standby mode", Trouble.FAILING_OVER),
+     ("slurm_load_jobs error: Protocol authentication error", Trouble.AUTH),
+     ("slurm_load_jobs error: Unable to contact slurm controller (connect failure)", Trouble.DOWN)],
+)  # fmt: skip
+def test_a_complaint_is_named(tmp_path: Path, words: str, trouble: Trouble) -> None:
+    with pytest.raises(ClusterUnavailable) as caught:
+        site(tmp_path, squeue=f"echo '{words}' >&2; exit 1").jobs()
+    assert caught.value.trouble == trouble
+    assert words in caught.value.cause
+
+
+def test_a_refusal_is_no_trouble_that_passes(tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match="Access/permission denied") as caught:
+        site(tmp_path, squeue="echo 'slurm_load_jobs error: Access/permission denied' >&2; exit 1").jobs()
+    assert not isinstance(caught.value, ClusterUnavailable)
+
+
+@pytest.mark.parametrize(
+    ("said", "trouble"), [("", Trouble.NO_ANSWER), ("squeue: error: Munge encode failed: Failed to access", Trouble.AUTH)]
+)
+def test_what_a_slow_command_had_said_by_then_names_the_trouble(tmp_path: Path, said: str, trouble: Trouble) -> None:
+    with pytest.raises(ClusterUnavailable, match="gave no answer within") as caught:
+        site(tmp_path, timeout_s=0.5, squeue=f"echo '{said}' >&2; exec sleep 60").jobs()
+    assert caught.value.trouble == trouble
+    assert said in caught.value.cause
+
+
+def test_an_answer_that_is_none_is_partial_and_a_lost_submission_unknown(tmp_path: Path) -> None:
+    cluster = site(tmp_path, squeue="echo hello", sbatch="echo 'Socket timed out on send/recv operation' >&2; exit 1")
+    with pytest.raises(ClusterUnavailable) as caught:
+        cluster.jobs()
+    assert caught.value.trouble == Trouble.PARTIAL
+    with pytest.raises(SubmitUnknown):
+        cluster.submit(JobSpec(name="n", comment="c", partition="p", script="#!/bin/sh\n"))
+    assert cluster.rpc.counts() == {"job_info": 1, "partition_info": 1, "submit": 1}, "what failed was sent, and counts"
+
+
+@pytest.mark.parametrize(("said", "version"), [("slurm-wlm 22.05.8", "22.05.8"), ("slurm 24.11.0-0rc1", "24.11.0-0rc1")])
+def test_the_commands_tell_their_version(tmp_path: Path, said: str, version: str) -> None:
+    assert site(tmp_path, scontrol=f"echo {said}").version() == version
+    with pytest.raises(ClusterUnavailable, match="no version"):
+        site(tmp_path, scontrol="echo usage").version()
+
+
+def test_partitions_are_remembered_for_a_while_and_not_longer_than_they_agree_with_the_nodes() -> None:
+    now, asked = [0.0], []
+    n1 = Node("n1", frozenset({"idle"}), frozenset(), "", 0, 0, 1, 0, 1, 0)
+    both, one = (Partition("p", frozenset(names), 1, PreemptMode.OFF, 0.0, 0.0) for names in (("n1", "n2"), ("n1",)))
+    kept, answers = Remembered(300.0, lambda: now[0]), [both, one, both]
+
+    def ask() -> tuple[Partition, ...]:
+        asked.append(now[0])
+        return (answers[len(asked) - 1],)
+
+    n2 = Node("n2", frozenset({"idle"}), frozenset(), "", 0, 0, 1, 0, 1, 0)
+    assert kept.agreeing((n1, n2), ask) == (both,)
+    now[0] = 299.0
+    assert kept.agreeing((n1, n2), ask) == (both,)
+    assert asked == [0.0]
+    assert kept.agreeing((n1,), ask) == (one,), "a node was taken out of the configuration"
+    now[0] = 600.0
+    with pytest.raises(ClusterUnavailable, match="leaves out n2") as caught:
+        kept.agreeing((n1,), ask)
+    assert caught.value.trouble == Trouble.PARTIAL
+    assert asked == [0.0, 299.0, 600.0]
