@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import getpass
-import logging
 import os
 import signal
 import socket
@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import structlog
 import typer
 from rich.console import Console
 
@@ -133,20 +132,27 @@ def daemon(
     """Watch the cluster, harvest idle GPUs, route samples; until SIGTERM. Refused while another daemon has the ledger."""
     from scavenger import daemon as daemons
     from scavenger.cluster import choose
+    from scavenger.observe import logs
+    from scavenger.observe.sdnotify import Notifier
     from scavenger.succession import Manner
 
     if take_over and standby:
         raise typer.BadParameter("--take-over and --standby contradict each other")
     manner = Manner.TAKE_OVER if take_over else Manner.STAND_BY if standby else Manner.ASK
 
-    _log_to_stderr()
+    logs.configure(os.environ)
     settings = config.read_daemon(config_path)
+    notifier = Notifier(os.environ, os.getpid())
+    for name in ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"):  # ours: no command that we run speaks for the daemon
+        os.environ.pop(name, None)
+    # At a terminal a hang-up ends the daemon, as it does every program there.
+    reread = None if os.isatty(0) else functools.partial(config.read_daemon, config_path)
     if die_with_stdin:
         threading.Thread(target=_end_with_stdin, daemon=True, name="stdin").start()
     cluster = choose.backend(settings)
     choose.preflight(settings, cluster)
     try:
-        daemons.run(settings, cluster, manner)
+        daemons.run(settings, cluster, manner, reread=reread, notifier=notifier)
     finally:
         cluster.close()
 
@@ -183,20 +189,6 @@ def _end_with_stdin() -> None:
     while os.read(0, 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _log_to_stderr() -> None:
-    level = logging.getLevelNamesMapping().get(os.environ.get("SCAVENGER_LOG", "INFO").upper(), logging.INFO)
-    structlog.configure(
-        wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso"),
-            structlog.processors.format_exc_info,
-            structlog.processors.LogfmtRenderer(key_order=["timestamp", "level", "event"]),
-        ],
-    )
 
 
 @app.command()

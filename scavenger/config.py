@@ -101,12 +101,19 @@ class LedgerSection(Section):
     retention_steps: NonNegative = 2  # steps that the run must have taken since the sample's own
 
 
+class PrometheusSection(Section):
+    """For Prometheus. Off unless an address is given: whoever reaches it may read it."""
+
+    listen: Annotated[str, Field(pattern=r"^$|^[A-Za-z0-9_.-]+:\d{1,5}$")] = ""  # host:port; port 0 = the system gives one
+
+
 class DaemonConfig(Section):
     daemon: DaemonSection
     router: RouterSection = RouterSection()
     ledger: LedgerSection = LedgerSection()
     cluster: ClusterSection = ClusterSection()
     harvest: HarvestSection = HarvestSection()
+    prometheus: PrometheusSection = PrometheusSection()
 
     @property
     def ledger_url(self) -> str:

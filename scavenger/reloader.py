@@ -1,6 +1,6 @@
 """Reads scavenger.toml again when it is told to (SIGHUP) and applies what may change live. Owns the order: read, compare, apply, tell.
 
-A file that cannot be read or used changes nothing at all; what needs a restart is named and stays as it was. `reload` decides which is which.
+A file that cannot be read or used changes nothing at all; what needs a restart is named and stays as it was: `reload` knows which it is.
 """
 
 from __future__ import annotations

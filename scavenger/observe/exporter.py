@@ -38,8 +38,8 @@ class Exporter(Collector):
         try:
             served: tuple[WSGIServer, Thread] = start_http_server(int(port), host, self.registry)
         except OSError as error:
-            remedy = "free the port, or let the system choose one: metrics.listen = \"127.0.0.1:0\""
-            raise ConfigError(f"metrics.listen = {address!r}: {error.strerror or error}", remedy) from error
+            remedy = "free the port, or let the system choose one: prometheus.listen = \"127.0.0.1:0\""
+            raise ConfigError(f"prometheus.listen = {address!r}: {error.strerror or error}", remedy) from error
         self._server, self._thread = served
         self.address = f"{host}:{self._server.server_port}"
         log.info("metrics", url=f"http://{self.address}/metrics")

@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
-from typing import IO, Any
+from typing import IO, Any, TextIO
 
 import structlog
 from structlog.typing import EventDict, WrappedLogger
@@ -40,7 +40,7 @@ def as_json(logger: WrappedLogger, name: str, event: EventDict) -> str:
     return json.dumps(event, default=str, ensure_ascii=False)
 
 
-def configure(environ: Mapping[str, str], stream: IO[str] = sys.stderr) -> None:
+def configure(environ: Mapping[str, str], stream: TextIO = sys.stderr) -> None:
     """SCAVENGER_LOG: the least level. SCAVENGER_LOG_FORMAT: auto (JSON for journald, logfmt elsewhere), logfmt or json."""
     level = logging.getLevelNamesMapping().get(environ.get("SCAVENGER_LOG", "INFO").upper(), logging.INFO)
     wanted, journal = environ.get("SCAVENGER_LOG_FORMAT", "auto"), is_journal(environ, stream)

@@ -92,7 +92,7 @@ METRICS = (
     Metric("samples_ended", "counter", "Samples that ended, by how: consumed, filtered, superseded, poisoned, ...", ("state",)),
     Metric("steps", "counter", "Optimizer steps committed", ("run",)),
     Metric("run_step", "gauge", "The last step that stands", ("run",)),
-    Metric("step_seconds", "gauge", "Seconds of the last step: in all, and of it waiting for samples (stall), training, publishing", ("run", "part")),
+    Metric("step_seconds", "gauge", "Seconds of the last step, by part: step (all), wait (stall), train, publish", ("run", "part")),
     Metric("step_part_seconds", "counter", "The same, summed over all steps", ("run", "part")),
     Metric("run_progress_timestamp_seconds", "gauge", "When a token of the run was last accepted, or a step committed", ("run",)),
     Metric("trainer_seen_timestamp_seconds", "gauge", "When the run's trainer was last heard", ("run",)),

@@ -121,7 +121,7 @@ class Tally:
 
 
 def _seconds(metrics: str) -> dict[str, float]:
-    """The seconds of a step as its trainer said them: "step" in all, and "wait", "train", "publish" of it. A foreign trainer may say none."""
+    """A step's seconds as its trainer said them: "step" in all, and "wait", "train", "publish" of it. A foreign one may say none."""
     try:
         said = msgspec.json.decode(metrics, type=dict[str, Any])
     except msgspec.MsgspecError:
