@@ -127,6 +127,8 @@ def daemon(
     config_path: ConfigOption = DEFAULT_CONFIG,
     take_over: Annotated[bool, typer.Option("--take-over", help="fence a daemon that is at work, and go on in its place")] = False,
     standby: Annotated[bool, typer.Option("--standby", help="wait until the daemon that is at work ends or falls silent")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print what it would decide; submit and write nothing")] = False,
+    looks: Annotated[int, typer.Option(min=0, help="with --dry-run: end after so many looks; 0 = when stopped")] = 0,
     die_with_stdin: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Watch the cluster, harvest idle GPUs, route samples; until SIGTERM. Refused while another daemon has the ledger."""
@@ -151,6 +153,11 @@ def daemon(
         threading.Thread(target=_end_with_stdin, daemon=True, name="stdin").start()
     cluster = choose.backend(settings)
     choose.preflight(settings, cluster)
+    if dry_run:
+        from scavenger import dry_run as dry
+
+        dry.run(settings, cluster, functools.partial(print, flush=True), looks=looks)
+        return
     try:
         daemons.run(settings, cluster, manner, reread=reread, notifier=notifier)
     finally:

@@ -85,6 +85,7 @@ class HarvestSection(Section):
     backoff_s: Seconds = 5.0  # first wait after a job that died at once; doubles up to 10 min
     job_template: Path | None = None  # Jinja2; empty = the shipped scripts/rollout.sbatch.j2
     python: str = ""  # interpreter of the engines; empty = the daemon's
+    logs_mb: Positive = 512  # what all engines' logs may take
 
 
 class RouterSection(Section):

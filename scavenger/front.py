@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 from scavenger.config import DaemonConfig
+from scavenger.harvest import joblogs
 from scavenger.harvest.driver import Harvester
 from scavenger.ledger import records as rec
 from scavenger.observe import metrics, reading
@@ -71,6 +72,10 @@ class Front:
         if self._reread is not None:
             apply = harvester.reconfigure if harvester is not None else self._nothing
             found.append(Reloader(self.config, self._reread, apply, server.write, self.notifier, clock).run(self._asked))
+        if harvester is not None:
+            logs, most_bytes = self.config.daemon.state_dir / "logs", self.config.harvest.logs_mb * 2**20
+            live = lambda: {f"{intent_id}.log" for intent_id in harvester.tracker.intents}  # noqa: E731
+            found.append(joblogs.watch(logs, live, most_bytes, stop))
         if self._exporter is not None and self._tally is not None:
             tally, core = self._tally, server.router.core
 

@@ -40,8 +40,9 @@ def as_json(logger: WrappedLogger, name: str, event: EventDict) -> str:
     return json.dumps(event, default=str, ensure_ascii=False)
 
 
-def configure(environ: Mapping[str, str], stream: TextIO = sys.stderr) -> None:
+def configure(environ: Mapping[str, str], stream: TextIO | None = None) -> None:
     """SCAVENGER_LOG: the least level. SCAVENGER_LOG_FORMAT: auto (JSON for journald, logfmt elsewhere), logfmt or json."""
+    stream = stream or sys.stderr
     level = logging.getLevelNamesMapping().get(environ.get("SCAVENGER_LOG", "INFO").upper(), logging.INFO)
     wanted, journal = environ.get("SCAVENGER_LOG_FORMAT", "auto"), is_journal(environ, stream)
     logfmt = structlog.processors.LogfmtRenderer(key_order=["timestamp", "level", "event"])
