@@ -129,9 +129,12 @@ def daemon(
     standby: Annotated[bool, typer.Option("--standby", help="wait until the daemon that is at work ends or falls silent")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print what it would decide; submit and write nothing")] = False,
     looks: Annotated[int, typer.Option(min=0, help="with --dry-run: end after so many looks; 0 = when stopped")] = 0,
+    carry: Annotated[bool, typer.Option("--carry", help="take up the ledger that the last daemon left in the state directory")] = False,
+    for_run: Annotated[bool, typer.Option("--for-run", help="of one run: at the end its jobs are cancelled; implies --carry")] = False,
     die_with_stdin: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Watch the cluster, harvest idle GPUs, route samples; until SIGTERM. Refused while another daemon has the ledger."""
+    from scavenger import carrying
     from scavenger import daemon as daemons
     from scavenger.cluster import choose
     from scavenger.observe import logs
@@ -158,10 +161,15 @@ def daemon(
 
         dry.run(settings, cluster, functools.partial(print, flush=True), looks=looks)
         return
+    carried = carry or for_run
+    if carried:
+        carrying.take_up(settings)
     try:
-        daemons.run(settings, cluster, manner, reread=reread, notifier=notifier)
+        daemons.run(settings, cluster, manner, reread=reread, notifier=notifier, cancel_at_end=for_run)
     finally:
         cluster.close()
+    if carried:
+        carrying.put_down(settings)
 
 
 @app.command()

@@ -139,6 +139,13 @@ class RunSection(Section):
     key: Path | None = None  # the owner's key; empty = <state_dir>/keys/owner.key
 
 
+class EmbeddedSection(Section):
+    """A daemon of the run's own, on the training job's first node: for a site that runs none."""
+
+    embedded: bool = False
+    config: Path | None = None  # its scavenger.toml; none = the one beside this file
+
+
 class ModelSection(Section):
     path: Path  # Hugging Face folder: config.json, model.safetensors, tokenizer.json
     context_length: Positive
@@ -309,6 +316,7 @@ class TrainerSection(Section):
 
 class RunConfig(Section):
     run: RunSection
+    daemon: EmbeddedSection = EmbeddedSection()
     model: ModelSection
     data: DataSection = DataSection()
     sampling: SamplingSection
@@ -381,10 +389,11 @@ def read_run(path: Path) -> RunConfig:
         update={"state_dir": base / config.run.state_dir, "out_dir": base / config.run.out_dir}
         | ({"key": base / config.run.key} if config.run.key else {})
     )
+    daemon = config.daemon.model_copy(update={"config": base / (config.daemon.config or "scavenger.toml")})
     weights = config.weights
     if weights.spool_dir:
         weights = weights.model_copy(update={"spool_dir": base / weights.spool_dir})
     data = config.data.model_copy(update={"path": base / config.data.path} if config.data.path else {})
     held_out = config.eval.model_copy(update={"path": base / config.eval.path} if config.eval.path else {})
     model = config.model.model_copy(update={"path": base / config.model.path})
-    return config.model_copy(update={"run": run, "data": data, "eval": held_out, "model": model, "weights": weights})
+    return config.model_copy(update={"run": run, "daemon": daemon, "data": data, "eval": held_out, "model": model, "weights": weights})

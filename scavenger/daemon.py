@@ -75,6 +75,7 @@ class Daemon:
         self.config = config
         self.front = front or Front(config)
         self.manner = manner
+        self.cancel_at_end = False  # of a daemon that ends with its one run: nobody would adopt its jobs
         self.cluster = cluster
         self.state_dir: Path = config.daemon.state_dir
         self.clock = Clock()
@@ -155,7 +156,7 @@ class Daemon:
         finally:
             self.stop.set()
             if harvester is not None:
-                await harvester.shutdown(cancel=False)
+                await harvester.shutdown(cancel=self.cancel_at_end and self.failure is None)
             for task in tasks:
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
@@ -401,12 +402,16 @@ def run(
     *,
     reread: Callable[[], DaemonConfig] | None = None,
     notifier: Notifier | None = None,
+    cancel_at_end: bool = False,
 ) -> None:
-    """Run a daemon in this process until it is told to stop. `reread`: the configuration as its file has it now, for SIGHUP."""
-    asyncio.run(_main(config, cluster, manner, reread, notifier))
+    """Run a daemon in this process until it is told to stop. `reread`: the configuration as its file has it now, for SIGHUP.
 
+    `cancel_at_end`: its jobs end with it. Else they go on, and the next daemon adopts them.
+    """
 
-async def _main(
-    config: DaemonConfig, cluster: Cluster | None, manner: Manner, reread: Callable[[], DaemonConfig] | None, notifier: Notifier | None
-) -> None:
-    await Daemon(config, cluster, manner, Front(config, reread, notifier)).run()
+    async def main() -> None:
+        daemon = Daemon(config, cluster, manner, Front(config, reread, notifier))
+        daemon.cancel_at_end = cancel_at_end
+        await daemon.run()
+
+    asyncio.run(main())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -9,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from scavenger import keys, toml
 
 UNIT = Path(__file__).resolve().parents[1] / "scripts/scavenger.service"
 MOST_EXPOSURE = 2.0
@@ -59,3 +62,38 @@ def test_the_unit_keeps_what_the_daemon_relies_on() -> None:
     assert settings["StateDirectory"] == "scavenger"
     assert settings["RestartPreventExitStatus"] == "2 4", "a refused configuration or a fenced daemon is not started again"
     assert {"AF_UNIX", "AF_INET", "AF_INET6"} == set(settings["RestrictAddressFamilies"].split()), "munge, slurmctld, workers"
+
+
+# ---------------------------------------------------------------- for a user without an admin
+
+USER_UNIT = UNIT.with_name("scavenger-user.service")
+
+
+def test_systemd_finds_nothing_wrong_with_the_user_s_unit(analyze: str, tmp_path: Path) -> None:
+    copy = tmp_path / "scavenger.service"
+    copy.write_text(USER_UNIT.read_text().replace("%h/scavenger/bin/scavenger", sys.executable))
+    env = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
+    done = subprocess.run([analyze, "--user", "verify", "--man=no", str(copy)], env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+def test_a_user_s_daemon_starts_and_is_reloaded_under_systemd(tmp_path: Path) -> None:
+    """With a running `systemd --user`, as on a login node. Its unit is a transient one, so that nothing of the user's is touched."""
+    asked = shutil.which("systemd-run") and run("systemctl", "--user", "is-system-running")
+    if not asked or asked.stdout.strip() not in ("running", "degraded"):
+        why = asked.stdout.strip() or asked.stderr.strip() if asked else "systemd is not installed"
+        pytest.skip(f"no systemd --user runs here: {why}")
+    keys.init_state(tmp_path / "state", "ada")
+    document = {"daemon": {"state_dir": tmp_path / "state"}, "cluster": {"backend": "local", "local_dir": tmp_path}, "harvest": {"enabled": False}}
+    (tmp_path / "scavenger.toml").write_text(toml.dumps(document))
+    unit = f"scavenger-test-{os.getpid()}.service"
+    properties = ["Type=notify", "NotifyAccess=main", "WatchdogSec=60", "ExecReload=/bin/kill -HUP $MAINPID"]
+    argv = ["systemd-run", "--user", f"--unit={unit}", "--collect", *(f"--property={one}" for one in properties)]
+    argv += ["--setenv=PYTHONPATH=" + str(UNIT.parents[1]), sys.executable, "-m", "scavenger", "daemon", "--config", str(tmp_path / "scavenger.toml")]
+    try:
+        started = run(*argv)  # returns when the daemon said that it is ready
+        assert started.returncode == 0, started.stderr
+        assert keys.read_rendezvous(tmp_path / "state").generation == 1
+        assert run("systemctl", "--user", "reload", unit).returncode == 0
+    finally:
+        run("systemctl", "--user", "stop", unit)
