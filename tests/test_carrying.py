@@ -39,7 +39,8 @@ def test_which_ledger_a_daemon_begins_with(here: Age, carried: Age, announced: i
 
 def site(tmp_path: Path, node: str) -> DaemonConfig:
     """The same shared state directory, with the ledger on a disk of this node."""
-    return DaemonConfig.model_validate({"daemon": {"state_dir": tmp_path / "state", "ledger": f"sqlite:///{tmp_path / node / 'ledger.sqlite3'}"}})
+    ledger = f"sqlite:///{tmp_path / node / 'ledger.sqlite3'}"
+    return DaemonConfig.model_validate({"daemon": {"state_dir": tmp_path / "state", "ledger": ledger}})
 
 
 def lives(config: DaemonConfig, word: str) -> int:

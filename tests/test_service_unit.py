@@ -73,7 +73,8 @@ def test_systemd_finds_nothing_wrong_with_the_user_s_unit(analyze: str, tmp_path
     copy = tmp_path / "scavenger.service"
     copy.write_text(USER_UNIT.read_text().replace("%h/scavenger/bin/scavenger", sys.executable))
     env = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
-    done = subprocess.run([analyze, "--user", "verify", "--man=no", str(copy)], env=env, capture_output=True, text=True, timeout=60, check=False)
+    argv = [analyze, "--user", "verify", "--man=no", str(copy)]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
@@ -84,12 +85,14 @@ def test_a_user_s_daemon_starts_and_is_reloaded_under_systemd(tmp_path: Path) ->
         why = asked.stdout.strip() or asked.stderr.strip() if asked else "systemd is not installed"
         pytest.skip(f"no systemd --user runs here: {why}")
     keys.init_state(tmp_path / "state", "ada")
-    document = {"daemon": {"state_dir": tmp_path / "state"}, "cluster": {"backend": "local", "local_dir": tmp_path}, "harvest": {"enabled": False}}
+    cluster, state_dir = {"backend": "local", "local_dir": tmp_path}, {"state_dir": tmp_path / "state"}
+    document = {"daemon": state_dir, "cluster": cluster, "harvest": {"enabled": False}}
     (tmp_path / "scavenger.toml").write_text(toml.dumps(document))
     unit = f"scavenger-test-{os.getpid()}.service"
     properties = ["Type=notify", "NotifyAccess=main", "WatchdogSec=60", "ExecReload=/bin/kill -HUP $MAINPID"]
     argv = ["systemd-run", "--user", f"--unit={unit}", "--collect", *(f"--property={one}" for one in properties)]
-    argv += ["--setenv=PYTHONPATH=" + str(UNIT.parents[1]), sys.executable, "-m", "scavenger", "daemon", "--config", str(tmp_path / "scavenger.toml")]
+    program = [sys.executable, "-m", "scavenger", "daemon", "--config", str(tmp_path / "scavenger.toml")]
+    argv += [f"--setenv=PYTHONPATH={UNIT.parents[1]}", *program]
     try:
         started = run(*argv)  # returns when the daemon said that it is ready
         assert started.returncode == 0, started.stderr
