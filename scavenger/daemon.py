@@ -102,7 +102,7 @@ class Daemon:
         payloads = PayloadStore(self.config.daemon.payload_memory_mb * 2**20)
         decides = guarded(policies.named(self.config.router.policy, self.config.router.harvested_gpu_price), self._policy_failed)
         router = Router(limits_of(self.config), generation, payloads, generation.timeline, generation.restored, decides)
-        counted = self.front.counted(writer)
+        counted = self.front.counted(writer, self.clock)
         self.server = server = Server(router, counted, self.keyring, pair, self.clock, self._history, payloads, self._payloads)
         look = functools.partial(self._status, server, writer, payloads, self.clock())
         try:

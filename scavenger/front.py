@@ -37,6 +37,7 @@ class Front:
         self.notifier = notifier or Notifier({}, 0)
         self._reread = reread
         self._tally = Tally() if config.prometheus.listen else None
+        self._counted: Counted | None = None
         self._exporter: Exporter | None = None
         self._asked = asyncio.Event()
 
@@ -57,8 +58,12 @@ class Front:
     def waiting(self, status: str) -> None:
         self.notifier.waiting(status, PATIENCE_S)
 
-    def counted(self, writer: Writes) -> Writes:
-        return writer if self._tally is None else Counted(writer, self._tally)
+    def counted(self, writer: Writes, clock: Callable[[], float]) -> Writes:
+        """What the server is to write to."""
+        if self._tally is None:
+            return writer
+        self._counted = Counted(writer, self._tally, clock)
+        return self._counted
 
     def restore(self, snapshot: rec.Snapshot) -> None:
         if self._tally is not None:
@@ -76,14 +81,15 @@ class Front:
             logs, most_bytes = self.config.daemon.state_dir / "logs", self.config.harvest.logs_mb * 2**20
             live = lambda: {f"{intent_id}.log" for intent_id in harvester.tracker.intents}  # noqa: E731
             found.append(joblogs.watch(logs, live, most_bytes, stop))
-        if self._exporter is not None and self._tally is not None:
-            tally, core = self._tally, server.router.core
+        if self._exporter is not None and self._tally is not None and self._counted is not None:
+            tally, counted, core = self._tally, self._counted, server.router.core
 
             def read() -> metrics.Reading:
                 status = look()
                 ill = len(harvester.tracker.health.quarantined(status.at)) if harvester is not None else 0
                 demand = server.router.demand(status.at) if harvester is not None else ()
-                return reading.take(status, core, tally, demand, harvester.cluster if harvester is not None else None, ill)
+                lag_s = counted.lag_s(status.backlog_records)
+                return reading.take(status, core, tally, lag_s, demand, harvester.cluster if harvester is not None else None, ill)
 
             found.append(self._exporter.run(read, stop))
         return found

@@ -29,12 +29,11 @@ class CountsRpcs(Protocol):
 
 
 def take(
-    status: Status, core: Core, tally: Tally, demand: Sequence[Demand], cluster: object, quarantined: int
+    status: Status, core: Core, tally: Tally, lag_s: float, demand: Sequence[Demand], cluster: object, quarantined: int
 ) -> Reading:
-    """One reading. `status`: what the daemon says of itself at this moment."""
+    """One reading. `status`: what the daemon says of itself at this moment. `lag_s`: of the ledger."""
     s = status
     wanted = {d.run: d.engines for d in demand}
-    lag_s = max(0.0, s.at - core.committed_at) if core.unsettled and core.committed_at else 0.0
     return read(
         Figures(
             s.at, __version__, s.generation, s.started_at, s.ledger_state == WriterState.OK, lag_s, s.backlog_records, s.backlog_bytes,

@@ -6,7 +6,7 @@ long. `Counted` stands before the ledger's writer and lets every record pass thr
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -131,10 +131,15 @@ def _seconds(metrics: str) -> dict[str, float]:
 
 
 class Counted:
-    """A ledger writer as the server sees it, with a tally before it."""
+    """A ledger writer as the server sees it, with a tally before it. `clock`: seconds, of whatever origin.
 
-    def __init__(self, writer: Writes, tally: Tally) -> None:
-        self._writer, self._tally = writer, tally
+    It remembers when what may not be durable yet was submitted; `lag_s`, asked now and then, forgets what is.
+    """
+
+    def __init__(self, writer: Writes, tally: Tally, clock: Callable[[], float]) -> None:
+        self._writer, self._tally, self._clock = writer, tally, clock
+        self._submitted: deque[tuple[int, float]] = deque()  # (records, when)
+        self._held = 0  # records in it
 
     @property
     def backlog_bytes(self) -> int:
@@ -143,6 +148,14 @@ class Counted:
     def submit(self, ticket: int, records: Sequence[Record]) -> None:
         self._writer.submit(ticket, records)  # first: what is refused is not counted
         self._tally.add(records)
+        self._submitted.append((len(records), self._clock()))
+        self._held += len(records)
+
+    def lag_s(self, backlog: int) -> float:
+        """Age of the oldest record that is not durable; `backlog`: how many are not, the newest ones, for commits come in order."""
+        while self._submitted and self._held - self._submitted[0][0] >= backlog:
+            self._held -= self._submitted.popleft()[0]
+        return max(0.0, self._clock() - self._submitted[0][1]) if self._submitted and backlog else 0.0
 
     def go(self) -> None:
         self._writer.go()

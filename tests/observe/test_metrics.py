@@ -154,8 +154,35 @@ def test_what_the_writer_refuses_is_not_counted() -> None:
             """Nothing waits."""
 
     tally = Tally()
-    counted = Counted(Refuses(), tally)
+    counted = Counted(Refuses(), tally, lambda: 0.0)
     with pytest.raises(ConfigError):
         counted.submit(1, [rec.Event("x", 0, "", "", "{}", 1.0)])
     assert not tally.events
     assert counted.backlog_bytes == 5
+
+
+def test_the_ledger_s_lag_is_the_age_of_the_oldest_record_that_is_not_durable() -> None:
+    class Takes:
+        backlog_bytes = 0
+
+        def submit(self, ticket: int, records: object) -> None:
+            """Taken."""
+
+        def go(self) -> None:
+            """Nothing waits."""
+
+    now = 0.0
+    counted = Counted(Takes(), Tally(), lambda: now)
+    event = rec.Event("x", 0, "", "", "{}", 1.0)
+    for ticket, (at, many) in enumerate(((100.0, 3), (103.0, 2), (108.0, 1))):
+        now = at
+        counted.submit(ticket, [event] * many)
+    now = 110.0
+    assert counted.lag_s(6) == 10
+    assert counted.lag_s(4) == 10, "one of a submission's records is as old as all of them"
+    assert counted.lag_s(3) == 7
+    assert counted.lag_s(1) == 2
+    assert counted.lag_s(0) == 0
+    now = 500.0
+    counted.submit(9, [event])
+    assert counted.lag_s(1) == 0, "hours of silence before it are no lag"
