@@ -5,13 +5,20 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 
 from scavenger import keys, toml
+from scavenger.cluster.layout import demo_layout
+from scavenger.cluster.sandbox import SlurmSandbox
+from scavenger.errors import LedgerError
+from tests.clusters import wait_for
+from tests.ledger.histories import fetch
 
 UNIT = Path(__file__).resolve().parents[1] / "scripts/scavenger.service"
 MOST_EXPOSURE = 2.0
@@ -62,6 +69,69 @@ def test_the_unit_keeps_what_the_daemon_relies_on() -> None:
     assert settings["StateDirectory"] == "scavenger"
     assert settings["RestartPreventExitStatus"] == "2 4", "a refused configuration or a fenced daemon is not started again"
     assert {"AF_UNIX", "AF_INET", "AF_INET6"} == set(settings["RestrictAddressFamilies"].split()), "munge, slurmctld, workers"
+
+
+# ---------------------------------------------------------------- what the filter lets through
+
+
+def calls_in(analyze: str, group: str) -> set[str]:
+    """The system calls of one of systemd's groups, and of the groups in it."""
+    found: set[str] = set()
+    for line in run(analyze, "syscall-filter", "--no-pager", group).stdout.splitlines()[1:]:
+        name = line.strip()
+        if name.startswith("@"):
+            found |= calls_in(analyze, name)
+        elif name and not name.startswith("#"):
+            found.add(name)
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.slurm
+def test_the_daemon_and_slurm_s_commands_need_no_system_call_that_the_unit_refuses(analyze: str, tmp_path: Path) -> None:
+    """A refused call may abort a library. Traced: a daemon that looks at a real Slurm, from its start to its end."""
+    strace = shutil.which("strace")
+    if strace is None:
+        pytest.skip("strace is not installed here")
+    lines = re.findall(r"^SystemCallFilter=(.*)$", UNIT.read_text(), re.M)
+    assert [line[0] for line in lines] == ["@", "~"]
+    allowed = {call for group in lines[0].split() for call in calls_in(analyze, group)}
+    refused = {call for group in lines[1].removeprefix("~").split() for call in calls_in(analyze, group)}
+    assert {"read", "openat"} <= allowed
+    assert {"chown", "setuid"} <= refused
+    keys.init_state(tmp_path / "state", "ada")
+    document = {
+        "daemon": {"state_dir": tmp_path / "state"},
+        "cluster": {"backend": "slurm", "observe_s": 1.0},
+        "prometheus": {"listen": "127.0.0.1:0"},
+    }
+    (tmp_path / "scavenger.toml").write_text(toml.dumps(document))
+    with SlurmSandbox(demo_layout(nodes=2, gpus=1)) as sandbox:
+        program = [sys.executable, "-m", "scavenger", "daemon", "-c", str(tmp_path / "scavenger.toml")]
+        argv = [strace, "-f", "-c", "-o", str(tmp_path / "calls"), *program]
+        daemon = subprocess.Popen(argv, env={**sandbox.env, "PYTHONPATH": str(UNIT.parents[1])}, stdin=subprocess.DEVNULL)
+        looked = f"sqlite:///{tmp_path}/state/ledger.sqlite3"
+        try:
+            wait_for("it looked at Slurm", lambda: ledger_has(looked, "SELECT count(*) FROM cluster_samples"), 200)
+            os.kill(keys.read_rendezvous(tmp_path / "state").pid, signal.SIGTERM)
+            assert daemon.wait(60) == 0
+        finally:
+            if daemon.poll() is None:
+                os.kill(keys.read_rendezvous(tmp_path / "state").pid, signal.SIGKILL)
+                daemon.wait(30)
+    used = {line.split()[-1] for line in (tmp_path / "calls").read_text().splitlines()[2:-2]}
+    if os.geteuid() == 0:
+        used -= {"fchown"}  # SQLite gives its files the owner of the database, as root only
+    assert "epoll_wait" in used
+    assert used - allowed == set()
+    assert used & refused == set()
+
+
+def ledger_has(url: str, sql: str) -> int:
+    try:
+        return int(fetch(url, sql)[0][0])
+    except (LedgerError, sa.exc.DBAPIError):
+        return 0  # its tables are not there yet
 
 
 # ---------------------------------------------------------------- for a user without an admin

@@ -38,6 +38,7 @@ def test_a_template_that_cannot_be_rendered_changes_nothing(world: World, tmp_pa
     bad = tmp_path / "bad.j2"
     bad.write_text("#!/bin/bash\n{{ no_such_thing }}\n")
     before = harvester.config
+    wanted = before.harvest.model_copy(update={"job_template": bad, "max_engines": 1})
     with pytest.raises(ConfigError, match="cannot be rendered"):
-        harvester.reconfigure(before.model_copy(update={"harvest": before.harvest.model_copy(update={"job_template": bad, "max_engines": 1})}))
+        harvester.reconfigure(before.model_copy(update={"harvest": wanted}))
     assert harvester.config is before

@@ -96,6 +96,7 @@ def test_a_job_whose_configuration_cannot_be_used_ends_and_is_not_put_back(slurm
     assert "'daemon.state_dir' is missing" in (tmp_path / "job.log").read_text()
 
 
+@pytest.mark.long
 @pytest.mark.mpi
 def test_a_run_with_a_daemon_of_its_own_harvests_and_leaves_nothing(small_model: Path, tmp_path: Path) -> None:
     state_dir = tmp_path / "state"
