@@ -22,6 +22,7 @@ import sqlalchemy as sa
 import structlog
 
 from scavenger import __version__, interpreter, keys, ownership
+from scavenger.clock import Clock
 from scavenger.cluster.port import Cluster
 from scavenger.config import DaemonConfig
 from scavenger.enrolment import Enrolment
@@ -38,34 +39,16 @@ from scavenger.observe import status
 from scavenger.observe.sdnotify import Notifier
 from scavenger.router import policies, recall
 from scavenger.router.guarded import Guarded, guarded
+from scavenger.router.limits import limits_of
 from scavenger.router.machine import Router
 from scavenger.router.payloads import Payload, PayloadStore
 from scavenger.router.server import KeyRing, Server
-from scavenger.router.state import Limits
 from scavenger.succession import BEAT_S, Manner, Verdict, Watch
 
 log = structlog.get_logger()
 
 #: Between two looks at a ledger that another daemon holds.
 LOOK_S = 1.0
-
-
-class Clock:
-    """Unix seconds that never run backwards: wall time once, monotonic time from there on."""
-
-    def __init__(self) -> None:
-        self._offset = time.time() - time.monotonic()
-
-    def __call__(self) -> float:
-        return time.monotonic() + self._offset
-
-
-def limits_of(config: DaemonConfig) -> Limits:
-    d = config.daemon
-    return Limits(
-        d.heartbeat_s, d.suspect_s, d.dead_s, d.reconnect_s, d.flush_ms, d.flush_tokens,
-        trainer_silent_s=d.trainer_silent_s, trainer_gone_s=d.trainer_gone_s, stalled_s=d.engine_stalled_s,
-    )  # fmt: skip
 
 
 class Daemon:
