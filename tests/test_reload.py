@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,12 @@ def config(**sections: dict[str, Any]) -> DaemonConfig:
 def test_every_live_key_is_a_key() -> None:
     known = {f"{section}.{key}" for section, field in DaemonConfig.model_fields.items() for key in field.annotation.model_fields}  # type: ignore[union-attr]
     assert known >= reload.LIVE
+
+
+def test_the_manual_lists_the_live_keys() -> None:
+    text = " ".join((Path(__file__).resolve().parents[1] / "docs/config.md").read_text().split())
+    (listed,) = re.findall(r"These keys change live: (.*?)\. Any other", text)
+    assert set(re.findall(r"`([\w.]+)`", listed)) == reload.LIVE
 
 
 def test_live_keys_change_and_the_others_are_named_and_stay() -> None:

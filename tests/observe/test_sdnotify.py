@@ -36,7 +36,7 @@ class Manager:
         self.heard.append(dict(line.split("=", 1) for line in text.splitlines()))
         return self.heard[-1]
 
-    def until(self, key: str, timeout_s: float = 30.0) -> dict[str, str]:
+    def until(self, key: str, timeout_s: float = 90.0) -> dict[str, str]:
         deadline = time.monotonic() + timeout_s
         while True:
             message = self.listen(max(0.01, deadline - time.monotonic()))
@@ -66,16 +66,16 @@ def configured(tmp_path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def daemon(tmp_path: Path, manager: Manager, watchdog_s: float = 1.0) -> Iterator[subprocess.Popen[bytes]]:
+def daemon(tmp_path: Path, manager: Manager, *options: str, watchdog_s: float = 1.0) -> Iterator[subprocess.Popen[bytes]]:
     """`scavenger daemon` as systemd starts it. It is killed at the end if it still runs."""
-    config = configured(tmp_path)
+    config = configured(tmp_path) if not (tmp_path / "scavenger.toml").exists() else tmp_path / "scavenger.toml"
     env = {
         **os.environ, "NOTIFY_SOCKET": manager.socket.getsockname(), "WATCHDOG_USEC": str(int(watchdog_s * 1e6)),
         "SCAVENGER_LOG_FORMAT": "json",
     }  # fmt: skip
     with (tmp_path / "log").open("ab") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "scavenger", "daemon", "--config", str(config)], env=env, stdin=subprocess.DEVNULL, stderr=log
+            [sys.executable, "-m", "scavenger", "daemon", "--config", str(config), *options], env=env, stdin=subprocess.DEVNULL, stderr=log
         )
     try:
         yield process
@@ -130,6 +130,22 @@ def test_a_daemon_says_when_it_is_ready_alive_and_reloading_and_a_hung_one_says_
         told = connection.execute(sa.text("SELECT kind FROM events WHERE kind LIKE 'config%' ORDER BY rowid")).scalars().all()
     engine.dispose()
     assert told == ["config_reloaded", "config_refused"]
+
+
+@pytest.mark.long
+def test_a_daemon_that_stands_by_asks_for_time_and_is_ready_when_it_takes_over(tmp_path: Path, manager: Manager) -> None:
+    first = Manager(str(tmp_path / "first"))
+    with daemon(tmp_path, first) as serving:
+        first.until("READY")
+        with daemon(tmp_path, manager, "--standby") as standing:
+            asked = manager.until("EXTEND_TIMEOUT_USEC")
+            assert int(asked["EXTEND_TIMEOUT_USEC"]) >= 30e6, "more than it waits until it asks again"
+            assert "waiting for another daemon" in asked["STATUS"]
+            assert not any("READY" in message for message in manager.heard)
+            serving.send_signal(signal.SIGTERM)
+            manager.until("READY")
+            assert standing.poll() is None
+    first.socket.close()
 
 
 def test_a_router_that_does_not_turn_is_not_called_alive(manager: Manager) -> None:

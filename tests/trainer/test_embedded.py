@@ -93,7 +93,7 @@ def test_it_serves_before_the_ranks_start_and_ends_with_the_job(number: signal.S
         if job.poll() is None:
             job.kill()
             job.wait()
-    left_a_copy = (tmp_path / "state/ledger.carried").exists()
+    left_a_copy = (tmp_path / "state/ledger-carried.sqlite3").exists()
     assert left_a_copy, "it ended well, also when its launcher was killed"
 
 
