@@ -21,6 +21,7 @@ BASE = [
     "jinja2>=3.1",
     "msgspec>=0.19",
     "numpy>=1.26",
+    "prometheus-client>=0.19",
     "pydantic>=2.7",
     "pyzmq>=26",
     "rich>=13.7",

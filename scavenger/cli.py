@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import getpass
-import logging
 import os
 import signal
 import socket
@@ -13,11 +13,10 @@ import time
 from pathlib import Path
 from typing import Annotated
 
-import structlog
 import typer
 from rich.console import Console
 
-from scavenger import __version__, cli_keys, cli_ledger, cli_simulate, cli_weights, config, keys
+from scavenger import __version__, cli_doctor, cli_keys, cli_ledger, cli_simulate, cli_weights, config, keys
 from scavenger.cli_options import DEFAULT_CONFIG, ConfigOption
 from scavenger.errors import ConfigError, ScavengerError
 
@@ -28,6 +27,7 @@ app.add_typer(cli_ledger.app, name="ledger")
 app.add_typer(cli_keys.app, name="keys")
 app.add_typer(cli_simulate.app, name="simulate")
 app.add_typer(cli_weights.app, name="weights")
+app.command()(cli_doctor.doctor)
 
 err = Console(stderr=True, soft_wrap=True, highlight=False)
 
@@ -127,27 +127,49 @@ def daemon(
     config_path: ConfigOption = DEFAULT_CONFIG,
     take_over: Annotated[bool, typer.Option("--take-over", help="fence a daemon that is at work, and go on in its place")] = False,
     standby: Annotated[bool, typer.Option("--standby", help="wait until the daemon that is at work ends or falls silent")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print what it would decide; submit and write nothing")] = False,
+    looks: Annotated[int, typer.Option(min=0, help="with --dry-run: end after so many looks; 0 = when stopped")] = 0,
+    carry: Annotated[bool, typer.Option("--carry", help="take up the ledger that the last daemon left in the state directory")] = False,
+    for_run: Annotated[bool, typer.Option("--for-run", help="of one run: at the end its jobs are cancelled; implies --carry")] = False,
     die_with_stdin: Annotated[bool, typer.Option(hidden=True)] = False,
 ) -> None:
     """Watch the cluster, harvest idle GPUs, route samples; until SIGTERM. Refused while another daemon has the ledger."""
+    from scavenger import carrying
     from scavenger import daemon as daemons
     from scavenger.cluster import choose
+    from scavenger.observe import logs
+    from scavenger.observe.sdnotify import Notifier
     from scavenger.succession import Manner
 
     if take_over and standby:
         raise typer.BadParameter("--take-over and --standby contradict each other")
     manner = Manner.TAKE_OVER if take_over else Manner.STAND_BY if standby else Manner.ASK
 
-    _log_to_stderr()
+    logs.configure(os.environ)
     settings = config.read_daemon(config_path)
+    notifier = Notifier(os.environ, os.getpid())
+    for name in ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"):  # ours: no command that we run speaks for the daemon
+        os.environ.pop(name, None)
+    # At a terminal a hang-up ends the daemon, as it does every program there.
+    reread = None if os.isatty(0) else functools.partial(config.read_daemon, config_path)
     if die_with_stdin:
         threading.Thread(target=_end_with_stdin, daemon=True, name="stdin").start()
     cluster = choose.backend(settings)
     choose.preflight(settings, cluster)
+    if dry_run:
+        from scavenger import dry_run as dry
+
+        dry.run(settings, cluster, functools.partial(print, flush=True), looks=looks)
+        return
+    carried = carry or for_run
+    if carried:
+        carrying.take_up(settings)
     try:
-        daemons.run(settings, cluster, manner)
+        daemons.run(settings, cluster, manner, reread=reread, notifier=notifier, cancel_at_end=for_run)
     finally:
         cluster.close()
+    if carried:
+        carrying.put_down(settings)
 
 
 @app.command()
@@ -182,20 +204,6 @@ def _end_with_stdin() -> None:
     while os.read(0, 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _log_to_stderr() -> None:
-    level = logging.getLevelNamesMapping().get(os.environ.get("SCAVENGER_LOG", "INFO").upper(), logging.INFO)
-    structlog.configure(
-        wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso"),
-            structlog.processors.format_exc_info,
-            structlog.processors.LogfmtRenderer(key_order=["timestamp", "level", "event"]),
-        ],
-    )
 
 
 @app.command()

@@ -88,6 +88,7 @@ class HarvestSection(Section):
     backoff_s: Seconds = 5.0  # first wait after a job that died at once; doubles up to 10 min
     job_template: Path | None = None  # Jinja2; empty = the shipped scripts/rollout.sbatch.j2
     python: str = ""  # interpreter of the engines; empty = the daemon's
+    logs_mb: Positive = 512  # what all engines' logs may take
 
 
 class RouterSection(Section):
@@ -104,12 +105,19 @@ class LedgerSection(Section):
     retention_steps: NonNegative = 2  # steps that the run must have taken since the sample's own
 
 
+class PrometheusSection(Section):
+    """For Prometheus. Off unless an address is given: whoever reaches it may read it."""
+
+    listen: Annotated[str, Field(pattern=r"^$|^[A-Za-z0-9_.-]+:\d{1,5}$")] = ""  # host:port; port 0 = the system gives one
+
+
 class DaemonConfig(Section):
     daemon: DaemonSection
     router: RouterSection = RouterSection()
     ledger: LedgerSection = LedgerSection()
     cluster: ClusterSection = ClusterSection()
     harvest: HarvestSection = HarvestSection()
+    prometheus: PrometheusSection = PrometheusSection()
 
     @property
     def ledger_url(self) -> str:
@@ -132,6 +140,13 @@ class RunSection(Section):
     poison_after: Positive = 3
     on_poison: Literal["stop", "mask"] = "stop"
     key: Path | None = None  # the owner's key; empty = <state_dir>/keys/owner.key
+
+
+class EmbeddedSection(Section):
+    """A daemon of the run's own, on the training job's first node: for a site that runs none."""
+
+    embedded: bool = False
+    config: Path | None = None  # its scavenger.toml; none = the one beside this file
 
 
 class ModelSection(Section):
@@ -304,6 +319,7 @@ class TrainerSection(Section):
 
 class RunConfig(Section):
     run: RunSection
+    daemon: EmbeddedSection = EmbeddedSection()
     model: ModelSection
     data: DataSection = DataSection()
     sampling: SamplingSection
@@ -376,10 +392,11 @@ def read_run(path: Path) -> RunConfig:
         update={"state_dir": base / config.run.state_dir, "out_dir": base / config.run.out_dir}
         | ({"key": base / config.run.key} if config.run.key else {})
     )
+    daemon = config.daemon.model_copy(update={"config": base / (config.daemon.config or "scavenger.toml")})
     weights = config.weights
     if weights.spool_dir:
         weights = weights.model_copy(update={"spool_dir": base / weights.spool_dir})
     data = config.data.model_copy(update={"path": base / config.data.path} if config.data.path else {})
     held_out = config.eval.model_copy(update={"path": base / config.eval.path} if config.eval.path else {})
     model = config.model.model_copy(update={"path": base / config.model.path})
-    return config.model_copy(update={"run": run, "data": data, "eval": held_out, "model": model, "weights": weights})
+    return config.model_copy(update={"run": run, "daemon": daemon, "data": data, "eval": held_out, "model": model, "weights": weights})

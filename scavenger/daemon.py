@@ -13,7 +13,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,12 @@ import sqlalchemy as sa
 import structlog
 
 from scavenger import __version__, interpreter, keys, ownership
+from scavenger.clock import Clock
 from scavenger.cluster.port import Cluster
 from scavenger.config import DaemonConfig
 from scavenger.enrolment import Enrolment
-from scavenger.errors import AuthError, Fenced, LedgerError, ScavengerError
+from scavenger.errors import AuthError, ConfigError, Fenced, LedgerError, ScavengerError
+from scavenger.front import Front
 from scavenger.harvest.driver import Harvester
 from scavenger.ledger import experience, reader, retention, store, transaction
 from scavenger.ledger.faults import REMEDIES, explain
@@ -34,12 +36,13 @@ from scavenger.ledger.records import Event, GroupState, Heartbeat
 from scavenger.ledger.transaction import Announced, Generation
 from scavenger.ledger.writer import Writer, WriterState
 from scavenger.observe import status
+from scavenger.observe.sdnotify import Notifier
 from scavenger.router import policies, recall
 from scavenger.router.guarded import Guarded, guarded
+from scavenger.router.limits import limits_of
 from scavenger.router.machine import Router
 from scavenger.router.payloads import Payload, PayloadStore
 from scavenger.router.server import KeyRing, Server
-from scavenger.router.state import Limits
 from scavenger.succession import BEAT_S, Manner, Verdict, Watch
 
 log = structlog.get_logger()
@@ -48,30 +51,14 @@ log = structlog.get_logger()
 LOOK_S = 1.0
 
 
-class Clock:
-    """Unix seconds that never run backwards: wall time once, monotonic time from there on."""
-
-    def __init__(self) -> None:
-        self._offset = time.time() - time.monotonic()
-
-    def __call__(self) -> float:
-        return time.monotonic() + self._offset
-
-
-def limits_of(config: DaemonConfig) -> Limits:
-    d = config.daemon
-    return Limits(
-        d.heartbeat_s, d.suspect_s, d.dead_s, d.reconnect_s, d.flush_ms, d.flush_tokens,
-        trainer_silent_s=d.trainer_silent_s, trainer_gone_s=d.trainer_gone_s, stalled_s=d.engine_stalled_s,
-    )  # fmt: skip
-
-
 class Daemon:
     """One generation of the daemon. `run` reads top-down."""
 
-    def __init__(self, config: DaemonConfig, cluster: Cluster | None, manner: Manner = Manner.ASK) -> None:
+    def __init__(self, config: DaemonConfig, cluster: Cluster | None, manner: Manner = Manner.ASK, front: Front | None = None) -> None:
         self.config = config
+        self.front = front or Front(config)
         self.manner = manner
+        self.cancel_at_end = False  # of a daemon that ends with its one run: nobody would adopt its jobs
         self.cluster = cluster
         self.state_dir: Path = config.daemon.state_dir
         self.clock = Clock()
@@ -88,6 +75,7 @@ class Daemon:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self.stop.set)
+        self.front.open(loop)
         loop.set_exception_handler(self._broken)
         pair = keys.read_keypair(keys.server_key_path(self.state_dir))
         if not await self._entitled():
@@ -97,10 +85,12 @@ class Daemon:
         payloads = PayloadStore(self.config.daemon.payload_memory_mb * 2**20)
         decides = guarded(policies.named(self.config.router.policy, self.config.router.harvested_gpu_price), self._policy_failed)
         router = Router(limits_of(self.config), generation, payloads, generation.timeline, generation.restored, decides)
-        self.server = server = Server(router, writer, self.keyring, pair, self.clock, self._history, payloads, self._payloads)
+        counted = self.front.counted(writer, self.clock)
+        self.server = server = Server(router, counted, self.keyring, pair, self.clock, self._history, payloads, self._payloads)
         look = functools.partial(self._status, server, writer, payloads, self.clock())
         try:
             snapshot = reader.read_snapshot(writer.engine)
+            self.front.restore(snapshot)
             self._enrolment = Enrolment(
                 self.state_dir, pair.public, self.keyring, server.write, self.clock, reader.keys_in_force(writer.engine)
             )
@@ -119,12 +109,14 @@ class Daemon:
             self.failure = self.failure or error
             raise
         finally:
+            self.front.notifier.stopping("committing what was received")
             durable = await asyncio.to_thread(writer.close)
             if durable and self.failure is None:
                 await asyncio.to_thread(self._release, generation)
             await asyncio.to_thread(self._tell_end, look())
             server.close()
             self._ownership.close()
+            self.front.close()
         if self.failure is not None:
             raise self.failure
 
@@ -134,6 +126,8 @@ class Daemon:
         tasks = [asyncio.create_task(server.run(self.stop)), asyncio.create_task(self._watch_files())]
         tasks.append(asyncio.create_task(status.tell(self.state_dir, look, self.stop)))
         tasks.append(asyncio.create_task(self._beat(server)))
+        # None of these ends before the daemon does; one that fails ends it.
+        tasks += [asyncio.create_task(self._lasting(work)) for work in self.front.work(server, harvester, look, self.clock, self.stop)]
         if harvester is not None:
             tasks.append(asyncio.create_task(harvester.run(self.stop)))
         if keeper is not None:
@@ -145,7 +139,7 @@ class Daemon:
         finally:
             self.stop.set()
             if harvester is not None:
-                await harvester.shutdown(cancel=False)
+                await harvester.shutdown(cancel=self.cancel_at_end and self.failure is None)
             for task in tasks:
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
@@ -183,6 +177,7 @@ class Daemon:
                     for holder in there.values():
                         log.warning("taking over", held_by=str(holder), why=why)
                     return True
+                self.front.waiting(f"waiting for another daemon: {why}")
                 if sign is not None and told != (told := sign.who):
                     log.warning("waiting", held_by=str(there[sign]), why=why)
                 await self._look_pause()
@@ -191,6 +186,10 @@ class Daemon:
             raise
         mine.close()
         return False
+
+    async def _lasting(self, work: Coroutine[Any, Any, None]) -> None:
+        await work
+        await self.stop.wait()
 
     async def _look_pause(self) -> None:
         with contextlib.suppress(TimeoutError):
@@ -208,8 +207,12 @@ class Daemon:
     def _take_ledger(self, loop: asyncio.AbstractEventLoop) -> Writer:
         """Upgrade the ledger and become its writer. Whoever was that until now is fenced by it."""
         try:
+            self.front.serve_metrics()
             store.upgrade(self.config.ledger_url)
             return self._start_writer(loop)
+        except ConfigError:
+            self._ownership.close()
+            raise
         except LedgerError as error:
             self._ownership.close()
             raise ownership.explained(error, self.state_dir, self.config.ledger_url) from error
@@ -273,7 +276,7 @@ class Daemon:
             self.clock(), writer.generation, socket.gethostname(), os.getpid(), started_at, str(writer.state), writer.reason,
             writer.backlog, writer.backlog_bytes, writer.wal.nbytes, writer.wal.written_back, writer.wal.blocked,
             payloads.nbytes, payloads.bound, payloads.evictions, server.gate.reads,
-            database=writer.engine.dialect.name, logged_moves=writer.logged_moves,
+            database=writer.engine.dialect.name, metrics=self.front.address, logged_moves=writer.logged_moves,
         )  # fmt: skip
 
     def _tell_end(self, seen: status.Status) -> None:
@@ -337,6 +340,7 @@ class Daemon:
         endpoint = f"tcp://{host}:{port}"
         self._rendezvous = keys.Rendezvous(endpoint, public, int(generation), os.getpid(), socket.gethostname(), generation.uid)
         keys.write_rendezvous(self.state_dir, self._rendezvous)
+        self.front.notifier.ready(f"serving at {endpoint}, generation {int(generation)}")
         log.info("serving", endpoint=endpoint, generation=int(generation), ledger=store.parse(self.config.ledger_url).render_as_string())
 
     # ---------------------------------------------------------------- files that change
@@ -374,10 +378,23 @@ class Daemon:
             self.stop.set()
 
 
-def run(config: DaemonConfig, cluster: Cluster | None, manner: Manner = Manner.ASK) -> None:
-    """Run a daemon in this process until it is told to stop."""
-    asyncio.run(_main(config, cluster, manner))
+def run(
+    config: DaemonConfig,
+    cluster: Cluster | None,
+    manner: Manner = Manner.ASK,
+    *,
+    reread: Callable[[], DaemonConfig] | None = None,
+    notifier: Notifier | None = None,
+    cancel_at_end: bool = False,
+) -> None:
+    """Run a daemon in this process until it is told to stop. `reread`: the configuration as its file has it now, for SIGHUP.
 
+    `cancel_at_end`: its jobs end with it. Else they go on, and the next daemon adopts them.
+    """
 
-async def _main(config: DaemonConfig, cluster: Cluster | None, manner: Manner) -> None:
-    await Daemon(config, cluster, manner).run()
+    async def main() -> None:
+        daemon = Daemon(config, cluster, manner, Front(config, reread, notifier))
+        daemon.cancel_at_end = cancel_at_end
+        await daemon.run()
+
+    asyncio.run(main())

@@ -49,6 +49,8 @@ def explain(config: DaemonConfig, user: str, host: str) -> list[str]:
         "standard": "fills engines evenly, moves nothing, and leaves the window to reserved.window",
     }[config.router.policy]
     said.append(f"policy    {config.router.policy}: {decides}")
+    if config.prometheus.listen:
+        said.append(f"metrics   for Prometheus at {config.prometheus.listen}; whoever reaches it may read it")
     if not h.enabled:
         return [*said, "harvest   disabled: no jobs are submitted"]
     asks = [f"{h.cpus_per_engine} CPUs", f"{h.memory_mb_per_engine} MiB" if h.memory_mb_per_engine else "Slurm's default memory"]

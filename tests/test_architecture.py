@@ -22,7 +22,10 @@ SHARED = {"wire", "client", "weights", "config", "errors", "keys", "resources", 
 
 PURE = (
     "scavenger/discretion.py",
+    "scavenger/observe/metrics.py",
+    "scavenger/observe/tally.py",
     "scavenger/phases.py",
+    "scavenger/reload.py",
     "scavenger/succession.py",
     "scavenger/wire/*.py",
     "scavenger/cluster/model.py",
@@ -33,6 +36,10 @@ PURE = (
     "scavenger/cluster/slurm_text.py",
     "scavenger/cluster/trouble.py",
     "scavenger/cluster/scheduler.py",
+    "scavenger/doctor/facts.py",
+    "scavenger/doctor/findings.py",
+    "scavenger/doctor/notice.py",
+    "scavenger/doctor/rules*.py",
     "scavenger/harvest/autoscale.py",
     "scavenger/harvest/pace.py",
     "scavenger/harvest/policy.py",
@@ -67,7 +74,7 @@ TORCH_PICKLERS = {"torch.load", "torch.save"}
 OBJECT_COLLECTIVES = {"all_gather_object", "broadcast_object_list", "gather_object", "recv_object_list"}
 OBJECT_COLLECTIVES |= {"scatter_object_list", "send_object_list"}
 IMPORTERS = {"importlib.import_module", "import_module", "__import__"}
-IMPORT_NAMES = {"pyzmq": "zmq"}
+IMPORT_NAMES = {"prometheus-client": "prometheus_client", "pyzmq": "zmq"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,8 @@ from scavenger import config as configs
 from scavenger import keys
 from scavenger.config import RunConfig
 from scavenger.errors import ConfigError, Refused, ScavengerError
-from trainer import reserved
+from trainer import embedded, reserved
+from trainer.embedded import EmbeddedDaemon
 from trainer.reserved import Engine, Place, die_with_parent
 
 POLL_S = 0.2
@@ -52,10 +53,11 @@ class Plan:
     engine: tuple[str, ...]
     places: tuple[Place, ...]
     nodes: int
+    daemon: EmbeddedDaemon | None = None  # the run's own, not started yet
 
 
 def plan(config: RunConfig, run_toml: Path, arguments: Sequence[str], environ: Mapping[str, str]) -> Plan:
-    """Pure. Raises `ConfigError` for variables that cannot be used."""
+    """Reads nothing but the embedded daemon's configuration. Raises `ConfigError` for what cannot be used."""
     python = environ.get("SCAVENGER_PYTHON") or sys.executable
     slurm = "SLURM_JOB_ID" in environ and environ.get("SCAVENGER_BACKEND") != "local"
     text = environ.get("SCAVENGER_RANKS") or (environ.get("SLURM_NTASKS") if slurm else None) or "1"
@@ -71,7 +73,13 @@ def plan(config: RunConfig, run_toml: Path, arguments: Sequence[str], environ: M
     )  # fmt: skip
     trainer = (python, "-m", "trainer", str(run_toml), *arguments)
     where, nodes = _places(config.reserved.workers, environ) if slurm else ((Place(),) * config.reserved.workers, 1)
-    return Plan(python, int(text), slurm, launcher, trainer, engine, where, nodes)
+    own = None
+    if config.daemon.embedded:
+        embedded.check(config)
+        assert config.daemon.config is not None
+        log = config.run.out_dir / "daemon.log"
+        own = EmbeddedDaemon(python, config.daemon.config, config.run.state_dir, environ, log)
+    return Plan(python, int(text), slurm, launcher, trainer, engine, where, nodes, own)
 
 
 def _places(workers: int, environ: Mapping[str, str]) -> tuple[tuple[Place, ...], int]:
@@ -145,6 +153,8 @@ def run(made: Plan, environ: Mapping[str, str]) -> int:
     engines = [Engine(engine_argv(made, number), environ, number) for number in range(len(made.places))]
     ranks: subprocess.Popen[bytes] | None = None
     try:
+        if made.daemon is not None:
+            made.daemon.start()
         ranks = subprocess.Popen(
             rank_argv(made, environ), env=dict(environ), stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent
         )
@@ -152,6 +162,8 @@ def run(made: Plan, environ: Mapping[str, str]) -> int:
             for engine in engines:
                 engine.tend(time.monotonic())
             _check(engines)
+            if made.daemon is not None:
+                made.daemon.tend(time.monotonic())
             time.sleep(POLL_S)
         return ranks.returncode
     except _Ended as ended:
@@ -163,6 +175,8 @@ def run(made: Plan, environ: Mapping[str, str]) -> int:
         reserved.end([process for process in (ranks, *(engine.process for engine in engines)) if process is not None])
         for engine in engines:
             engine.forget()
+        if made.daemon is not None:
+            made.daemon.stop()
 
 
 def _check(engines: Sequence[Engine]) -> None:

@@ -130,6 +130,14 @@ class Harvester:
             if path.stem not in known:
                 path.unlink(missing_ok=True)
 
+    def reconfigure(self, config: DaemonConfig) -> None:
+        """Go on with what `scavenger.reload` lets change live, from the next cycle on. Raises `ConfigError`, and then nothing changed."""
+        template = read_template(config.harvest.job_template)
+        probe = Submit(0, "probe", config.harvest.partition, 1, "")
+        job_spec(config, template, config.cluster.backend, self.uid, sights.intent_name("0" * 16), probe)
+        self.config, self._template = config, template
+        self.poke()
+
     def poke(self) -> None:
         """Observe soon: something changed. Only from the event loop's thread."""
         self._poked.set()

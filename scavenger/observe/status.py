@@ -51,6 +51,7 @@ class Status(msgspec.Struct, frozen=True):
     reason: str = ""  # of FENCED and FAILED
     stopped_at: float | None = None
     database: str = "sqlite"  # or "postgresql"
+    metrics: str = ""  # host:port where Prometheus finds them, "" = nowhere
     logged_moves: int = 0  # durable, and not in `leases` and `samples` yet: what reports lag behind
 
 
@@ -117,6 +118,8 @@ def lines(status: Status, now: float, runs: bool | None = None) -> list[str]:
         f"payloads  {_mb(s.payload_bytes)} of {_mb(s.payload_bound_bytes)} in memory; {s.payload_evictions:,} samples evicted, "
         f"{s.payload_reads:,} reads back from the ledger"
     )
+    if s.metrics and not gone:
+        said.append(f"metrics   http://{s.metrics}/metrics")
     return [f"NO DAEMON SERVES: {gone}; the figures are its last ones", *said] if gone else said
 
 
@@ -157,6 +160,6 @@ async def _written(state_dir: Path, status: Status) -> None:
         raise
 
 
-_ENDS = ("state", "reason", "stopped_at", "database")
+_ENDS = ("state", "reason", "stopped_at", "database", "metrics")
 #: What an earlier line of the log does not say already.
 _LOGGED = tuple(name for name in Status.__struct_fields__ if name not in ("at", "host", "pid", "started_at", "ledger_reason", *_ENDS))

@@ -119,6 +119,7 @@ class Server:
         self._waiters: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._ticket = 0
         self._tasks: set[asyncio.Task[Any]] = set()
+        self.turns = 0  # of the loop that ticks the core, so that a watchdog can see it go round
 
     # ---------------------------------------------------------------- life
 
@@ -298,6 +299,7 @@ class Server:
             if not self._full:  # else nobody is listened to, and silence means nothing
                 self.post(Tick())
                 self._sweep(self._clock())
+            self.turns += 1
 
     def post(self, event: RouterEvent) -> None:
         """Hand an event to the core and perform what it answers. Only from the event loop's thread."""

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from scavenger.config import DaemonConfig
-from scavenger.daemon import limits_of
 from scavenger.router.events import JobGone
+from scavenger.router.limits import limits_of
 from scavenger.router.state import SampleStatus, WorkerStatus
 from scavenger.wire import Drain, Goodbye, Heartbeat, Held, Revoke, RunStopped
 from tests.router.harness import Bench, started

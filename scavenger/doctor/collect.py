@@ -1,0 +1,81 @@
+"""Asks a site's Slurm for the facts that the rules read: a few commands, each with a deadline. The only module here that runs any.
+
+Owns argv, deadlines, and that a command that failed is an answer with its error, never an empty one. Judges nothing.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+
+from scavenger.cluster import commands
+from scavenger.cluster.sandbox import slurm_environment
+from scavenger.doctor.facts import QOS_FIELDS, Answer, Facts, Wanted
+
+DEADLINE_S = 20.0
+
+
+#: What is run after `scontrol show config`, by the name that `facts.Facts.text` knows. None changes anything.
+QUESTIONS: Mapping[str, Sequence[str]] = {
+    "client": ["sinfo", "--version"],
+    "partitions": commands.partitions_argv(),
+    "nodes": commands.nodes_argv(),
+    "mpi": ["srun", "--mpi=list"],
+}
+
+
+def accounting_questions(wanted: Wanted) -> Mapping[str, Sequence[str]]:
+    """Asked only where slurmdbd is: elsewhere sacctmgr can only fail."""
+    quiet = ["sacctmgr", "--noheader", "--parsable2", "show"]
+    return {
+        "qos": [*quiet, "qos", f"format={','.join(QOS_FIELDS)}"],
+        "admin": [*quiet, "user", wanted.user, "format=User,AdminLevel"],
+    }
+
+
+def environment(env: Mapping[str, str] | None) -> dict[str, str]:
+    """`env` (default: this process's) without what an outer job or its user steers Slurm by."""
+    inherited = os.environ if env is None else env
+    clean = slurm_environment(inherited) | {"LC_ALL": "C.UTF-8", "SLURM_TIME_FORMAT": "%s"}
+    return clean | ({"SLURM_CONF": inherited["SLURM_CONF"]} if "SLURM_CONF" in inherited else {})
+
+
+def gather(wanted: Wanted, *, env: Mapping[str, str] | None = None, deadline_s: float = DEADLINE_S) -> Facts:
+    """Run every question in turn. `env`: the commands' environment; default this process's, without what steers Slurm."""
+    clean = environment(env)
+    before = time.time()
+    answers = {"config": ask(commands.config_argv(), clean, deadline_s)}
+    asked_at = (before + time.time()) / 2
+    answers |= {name: ask(argv, clean, deadline_s) for name, argv in QUESTIONS.items()}
+    facts = Facts(answers, asked_at, float(time.localtime().tm_gmtoff), pyslurm_version())
+    if not answers["config"].error and facts.accounting:
+        answers |= {name: ask(argv, clean, deadline_s) for name, argv in accounting_questions(wanted).items()}
+    return facts
+
+
+def ask(argv: Sequence[str], env: Mapping[str, str], deadline_s: float) -> Answer:
+    """Run one command. Whatever goes wrong is said in the answer."""
+    try:
+        # errors=replace: others' names and comments need not be UTF-8, and must not blind us
+        done = subprocess.run(
+            argv, env=dict(env), stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", errors="replace",
+            timeout=deadline_s, check=False,
+        )  # fmt: skip
+    except FileNotFoundError:
+        return Answer(error=f"there is no {argv[0]} on this host's PATH")
+    except subprocess.TimeoutExpired:
+        return Answer(error=f"{argv[0]} gave no answer within {deadline_s:g} s")
+    if done.returncode != 0:
+        return Answer(error=f"{' '.join(argv[:3])}: {' '.join(done.stderr.split()) or f'exit status {done.returncode}'}")
+    return Answer(done.stdout or done.stderr)  # older `srun --mpi=list` prints to stderr
+
+
+def pyslurm_version() -> str:
+    """The installed pyslurm's version; it is not imported, because that alone may end the process. "" = none."""
+    try:
+        return importlib.metadata.version("pyslurm")
+    except importlib.metadata.PackageNotFoundError:
+        return ""

@@ -1,0 +1,208 @@
+"""What a site's Slurm says of itself, as facts that rules read. Pure: text in, frozen structs out.
+
+Owns the parsing of the answers that `collect` gathers, and what is asked of a fact that is not there: `Missing`, with the reason. Judges
+nothing. A fact that could not be had is never taken for its default.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import TypeVar
+
+from scavenger.cluster import commands
+from scavenger.cluster.model import Node, Partition
+from scavenger.errors import ClusterError
+
+T = TypeVar("T")
+
+
+class Missing(Exception):
+    """A fact is not known. `str()` says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one command printed; `error` is why there is nothing to read, "" where there is."""
+
+    text: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What the daemon is to do at this site, from its configuration; seconds and mebibytes."""
+
+    partition: str
+    qos: str = ""
+    account: str = ""
+    gpu_type: str = ""
+    cpus: int = 1
+    memory_mb: int = 0
+    time_limit_s: float = 3600.0
+    observe_s: float = 60.0
+    quick_s: float = 15.0
+    absent_s: float = 30.0
+    user: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Qos:
+    """One line of `sacctmgr show qos`."""
+
+    name: str
+    preempt: frozenset[str]
+    preempt_mode: str
+    grace_s: float
+    exempt_s: float
+    usage_factor: float
+    limits: tuple[tuple[str, str], ...]  # those of the limits that are set, as Slurm spells them
+
+
+QOS_FIELDS = (
+    "Name", "Preempt", "PreemptMode", "GraceTime", "PreemptExemptTime", "UsageFactor", "MaxTRESPU", "MaxJobsPU", "MaxSubmitPU", "GrpTRES",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """`answers`: by the names in `collect.COMMANDS`. `asked_at`: this host's clock when the configuration came, Unix seconds."""
+
+    answers: Mapping[str, Answer]
+    asked_at: float = 0.0
+    utc_offset_s: float = 0.0
+    pyslurm: str = ""  # the installed one's version, "" = none
+    probe: Answer | None = None  # what the test job said of its node; None = it was not asked for
+    _cache: dict[str, object] = field(default_factory=dict, compare=False, repr=False)
+
+    def text(self, name: str) -> str:
+        """Raises `Missing`."""
+        answer = self.answers.get(name)
+        if answer is None:
+            raise Missing(f"{name} was not asked for")
+        if answer.error:
+            raise Missing(answer.error)
+        return answer.text
+
+    @property
+    def config(self) -> Mapping[str, str]:
+        """`scontrol show config`, key by key."""
+        if "config" not in self._cache:
+            self._cache["config"] = dict(re.findall(r"^(\S+) *= (.*?) *$", self.text("config"), re.M))
+        found = self._cache["config"]
+        assert isinstance(found, dict)
+        return found
+
+    def value(self, key: str) -> str:
+        """One setting, "" where Slurm prints that there is none. Raises `Missing` where this Slurm has no such setting."""
+        found = self.config.get(key)
+        if found is None:
+            raise Missing(f"scontrol show config has no {key}")
+        return "" if found in ("(null)", "N/A", "none") else found
+
+    def words(self, key: str) -> tuple[str, ...]:
+        return tuple(word.strip() for word in self.value(key).split(",") if word.strip())
+
+    def option(self, key: str, name: str) -> str | None:
+        """The value of `name=value` in a list of options, "" for a bare word, None where it is not there."""
+        for word in self.words(key):
+            left, _, right = word.partition("=")
+            if left == name:
+                return right
+        return None
+
+    def seconds(self, key: str) -> float:
+        found = self.value(key)
+        match = re.match(r"(\d+) sec", found)
+        if match:
+            return float(match[1])
+        try:
+            return commands.parse_duration(found)
+        except ClusterError as error:
+            raise Missing(f"{key} = {found!r} is no time") from error
+
+    @property
+    def version(self) -> str:
+        return self.value("SLURM_VERSION")
+
+    @property
+    def controller_at(self) -> float:
+        """The controller's clock when it answered, Unix seconds."""
+        match = re.match(r"Configuration data as of (\S+)", self.text("config"))
+        if match is None:
+            raise Missing("scontrol show config does not begin with a time")
+        if match[1].isdigit():
+            return float(match[1])
+        try:
+            return datetime.fromisoformat(match[1] + "+00:00").timestamp() - self.utc_offset_s
+        except ValueError as error:
+            raise Missing(f"{match[1]!r} is no time") from error
+
+    @property
+    def partitions(self) -> tuple[Partition, ...]:
+        return _read(commands.parse_partitions, self.text("partitions"))
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        return _read(commands.parse_nodes, self.text("nodes"))
+
+    def partition(self, name: str) -> Partition:
+        for part in self.partitions:
+            if part.name == name:
+                return part
+        raise Missing(f"there is no partition {name}")
+
+    def partition_words(self, name: str) -> Mapping[str, str]:
+        """Every `Key=value` of a partition, as Slurm spells them."""
+        for line in self.text("partitions").splitlines():
+            row = dict(re.findall(r"(?:^| )([A-Za-z]+)=(\S*)", line))
+            if row.get("PartitionName") == name:
+                return row
+        raise Missing(f"there is no partition {name}")
+
+    @property
+    def accounting(self) -> bool:
+        """Whether the site has slurmdbd, and so QOS and associations."""
+        return self.value("AccountingStorageType").endswith("slurmdbd")
+
+    @property
+    def preempts_by(self) -> str:
+        """partition_prio | qos | none"""
+        kind = self.value("PreemptType").rpartition("/")[2].strip("() ").lower()
+        return "none" if kind in ("", "null") else kind
+
+    @property
+    def qos(self) -> tuple[Qos, ...]:
+        return tuple(_qos(line) for line in self.text("qos").splitlines() if line.strip())
+
+    def grace_s(self, wanted: Wanted) -> float:
+        """The GraceTime that our jobs get: of the QOS where Slurm preempts by QOS, else of the partition."""
+        if self.preempts_by == "qos":
+            return next((one.grace_s for one in self.qos if one.name == wanted.qos), 0.0)
+        return self.partition(wanted.partition).grace_s
+
+
+def _read(parse: Callable[[str], T], text: str) -> T:
+    try:
+        return parse(text)
+    except ClusterError as error:
+        raise Missing(error.cause) from error
+
+
+def _qos(line: str) -> Qos:
+    cells = line.split("|")
+    if len(cells) != len(QOS_FIELDS):
+        raise Missing(f"sacctmgr show qos printed {len(cells)} fields, {len(QOS_FIELDS)} were asked for")
+    row = dict(zip(QOS_FIELDS, cells, strict=True))
+    factor = row["UsageFactor"]
+    return Qos(
+        row["Name"],
+        frozenset(name for name in row["Preempt"].split(",") if name),
+        row["PreemptMode"],
+        _read(commands.parse_duration, row["GraceTime"] or "0"),
+        _read(commands.parse_duration, row["PreemptExemptTime"] or "0"),
+        float(factor) if re.fullmatch(r"\d+(\.\d+)?", factor) else 1.0,
+        tuple((name, row[name]) for name in QOS_FIELDS[6:] if row[name]),
+    )

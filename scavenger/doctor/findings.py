@@ -1,0 +1,54 @@
+"""What one check of a site found. Pure. Owns the levels, their exit codes, and how a report is laid out; knows no rule."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from enum import StrEnum
+
+import msgspec
+
+
+class Level(StrEnum):
+    OK = "ok"
+    WARNING = "warning"  # it works, at a loss or with a risk that is named
+    PROBLEM = "problem"  # harvesting would not work, or would be in others' way
+    UNKNOWN = "unknown"  # it could not be asked: no statement
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """`said`: what is so here and what follows from it. `remedy`: what to do, "" where nothing is."""
+
+    check: str
+    level: Level
+    said: str
+    remedy: str = ""
+
+
+#: For scripts: the worst of all findings.
+EXIT = {Level.OK: 0, Level.UNKNOWN: 1, Level.WARNING: 1, Level.PROBLEM: 2}
+
+
+def exit_code(findings: Sequence[Finding]) -> int:
+    return max((EXIT[one.level] for one in findings), default=0)
+
+
+def lines(findings: Sequence[Finding], width: int = 118) -> list[str]:
+    """For a terminal."""
+    said = []
+    pad = max((len(one.check) for one in findings), default=0) + 2
+    indent = " " * (9 + pad)
+    for one in findings:
+        head = f"{one.level:<9}{one.check:<{pad}}"
+        said += textwrap.wrap(one.said, width, initial_indent=head, subsequent_indent=indent, break_long_words=False)
+        if one.remedy:
+            text, deeper = "-> " + one.remedy, indent + "   "
+            said += textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=deeper, break_long_words=False)
+    count = {level: sum(one.level is level for one in findings) for level in Level}
+    said.append(", ".join(f"{n} {level}" for level, n in count.items() if n))
+    return said
+
+
+def as_json(findings: Sequence[Finding]) -> bytes:
+    """One object: the exit code, and every finding with its check, level, text and remedy."""
+    return msgspec.json.format(msgspec.json.encode({"exit_code": exit_code(findings), "findings": list(findings)}))

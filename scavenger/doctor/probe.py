@@ -1,0 +1,133 @@
+"""`scavenger doctor --submit`: one small job of at most a minute that tells what only a compute node can tell.
+
+Owns the job's script, its folder below the state directory, and their end: whatever happens, the job is cancelled and the folder removed.
+The job asks for what an engine asks for, and runs nothing of a user's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import shlex
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from scavenger.cluster.model import JobSpec
+from scavenger.cluster.slurm import SlurmCluster
+from scavenger.config import DaemonConfig
+from scavenger.doctor import collect
+from scavenger.doctor.facts import Answer
+from scavenger.errors import ClusterError
+
+LIMIT_S = 60.0
+WAIT_S = 180.0
+POLL_S = 1.0
+SAID = "said"
+
+_SCRIPT = """\
+#!/bin/bash
+# scavenger doctor: what does this node see? At most a minute; it is cancelled as soon as it has said it.
+dir={dir}
+[ -w "$dir" ] || exit 1
+say() {{ printf '%s\\n' "$1" >>"$dir/said"; }}
+if [ "${{SLURM_RESTART_COUNT:-0}}" -gt 0 ]; then exit 0; fi
+say "node=${{SLURMD_NODENAME:-$(hostname)}}"
+say state_dir=ok
+if [ -n "${{CUDA_VISIBLE_DEVICES:-}}" ]; then say gpu=ok; else say "gpu=CUDA_VISIBLE_DEVICES is empty"; fi
+if words=$({python} -c 'import rollout, scavenger' 2>&1 </dev/null); then say python=ok; else say "python=${{words##*$'\\n'}}"; fi
+if timeout 10 bash -c 'exec 3<>"/dev/tcp/$0/$1"' {host} {port} 2>/dev/null; then say port=ok
+else say "port="{host}":{port} cannot be reached from here"; fi
+if words=$(scontrol requeue "$SLURM_JOB_ID" 2>&1); then say requeue=ok; else say "requeue=${{words:-refused}}"; fi
+say end=ok
+sleep {limit}
+"""
+
+
+def script(folder: Path, python: str, host: str, port: int) -> str:
+    """Pure. The batch script of the test job."""
+    quote = shlex.quote
+    return _SCRIPT.format(dir=quote(str(folder)), python=quote(python), host=quote(host), port=int(port), limit=int(LIMIT_S))
+
+
+def job(config: DaemonConfig, text: str) -> JobSpec:
+    """Pure. It asks for what an engine of one GPU asks for."""
+    h = config.harvest
+    return JobSpec(
+        name="scv-doctor", comment="scavenger doctor", partition=h.partition, script=text, gpus=1, gpu_type=h.gpu_type,
+        cpus_per_task=h.cpus_per_engine, memory_mb=h.memory_mb_per_engine, time_s=LIMIT_S, workdir="/", account=h.account, qos=h.qos,
+        constraint=h.constraint,
+    )  # fmt: skip
+
+
+def run(config: DaemonConfig, env: Mapping[str, str] | None = None, wait_s: float = WAIT_S) -> Answer:
+    """Submit, wait for its word, take everything away again. Never raises for what the site refuses: the answer says it."""
+    cluster = SlurmCluster(env, config.cluster.command_timeout_s)
+    folder = config.daemon.state_dir.resolve() / f"doctor-{secrets.token_hex(4)}"
+    try:
+        folder.mkdir(mode=0o700, parents=True)
+    except OSError as error:
+        return Answer(error=f"the state directory cannot be written: {error}")
+    job_id = 0
+    try:
+        with _listening(config) as (host, port):
+            job_id = cluster.submit(job(config, script(folder, config.harvest.python or sys.executable, host, port)))
+            return _wait(folder / SAID, job_id, env, wait_s)
+    except (ClusterError, OSError) as error:
+        return Answer(error=f"the test job could not be run: {error}")
+    finally:
+        with contextlib.suppress(ClusterError):  # the answer stands; a job that stays ends by its limit of a minute
+            if job_id:
+                cluster.cancel((job_id,))
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _listening(config: DaemonConfig) -> Iterator[tuple[str, int]]:
+    """Something that answers where the daemon would: the daemon itself where it has `port`, else a socket of ours."""
+    d = config.daemon
+    host = d.advertise or (socket.gethostname() if d.listen == "0.0.0.0" else d.listen)
+    with socket.socket() as ours:
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            ours.bind((d.listen, d.port))
+            ours.listen(1)
+        except OSError:
+            if not d.port:
+                raise
+        yield host, d.port or ours.getsockname()[1]
+
+
+def _wait(said: Path, job_id: int, env: Mapping[str, str] | None, wait_s: float) -> Answer:
+    deadline = time.monotonic() + wait_s
+    text = ""
+    while time.monotonic() < deadline:
+        with contextlib.suppress(FileNotFoundError):
+            text = said.read_text(encoding="utf-8", errors="replace")
+        state, reason, restarts = _state(job_id, env)
+        if "requeue=" in text and ("requeue=ok" not in text or restarts):
+            return Answer(text)
+        if restarts:  # it was put back before it could say that it was
+            return Answer(text + "requeue=ok\n")
+        if state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", ""):
+            return Answer(text) if "node=" in text else Answer(error=_silent(job_id, state))
+        time.sleep(POLL_S)
+    if "node=" in text:
+        return Answer(text)
+    was = f"{state or 'not to be asked for'} ({reason or 'no reason given'})"
+    return Answer(error=f"job {job_id} was {was} for {wait_s:g} s and said nothing")
+
+
+def _silent(job_id: int, state: str) -> str:
+    return f"job {job_id} is {state} and said nothing: its node does not see the state directory, or could not start it"
+
+
+def _state(job_id: int, env: Mapping[str, str] | None) -> tuple[str, str, int]:
+    """(state, reason, restarts); the state is "" when Slurm cannot say."""
+    argv = ["squeue", "-h", "-t", "all", "-j", str(job_id), "-O", "State:32,Reason:64,RestartCnt:16"]
+    answer = collect.ask(argv, collect.environment(env), collect.DEADLINE_S)
+    words = (answer.text[:32].strip(), answer.text[32:96].strip(), answer.text[96:112].strip())
+    return words[0], words[1], int(words[2]) if words[2].isdigit() else 0

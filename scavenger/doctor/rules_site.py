@@ -1,0 +1,129 @@
+"""The checks on the site at large: versions, visibility, clocks, rates, GPUs, MPI. Pure: facts in, one finding each."""
+
+from __future__ import annotations
+
+import re
+
+from scavenger.doctor.facts import Facts, Missing, Wanted
+from scavenger.doctor.findings import Finding, Level
+
+#: The oldest Slurm that this release was run with.
+OLDEST = (22, 5)
+#: munge refuses a credential that is older (its default), and later than so much clocks make trouble for begin times.
+MUNGE_TTL_S = 300.0
+SKEW_S = 5.0
+#: Commands of one observation; each is one RPC or two.
+COMMANDS_A_LOOK = 3
+DEFAULT_BUCKET, DEFAULT_REFILL, DEFAULT_PERIOD_S = 30.0, 2.0, 1.0
+#: What PrivateData may hide without making us take GPUs that others wait for.
+HARMLESS_PRIVATE = {"accounts", "cloud", "events", "reservations", "usage", "users"}
+
+
+def major_minor(version: str) -> tuple[int, int]:
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None:
+        raise Missing(f"{version!r} is no version")
+    return int(match[1]), int(match[2])
+
+
+def version(facts: Facts, wanted: Wanted) -> Finding:
+    theirs, ours = facts.version, facts.text("client").split()[-1:]
+    if not ours:
+        raise Missing("sinfo --version printed nothing")
+    if major_minor(ours[0]) > major_minor(theirs):
+        said = f"this host's commands are of Slurm {ours[0]}, newer than the controller's {theirs}: they cannot talk to it"
+        return Finding("version", Level.PROBLEM, said, "install the controller's version of Slurm's commands on this host")
+    if major_minor(theirs) < OLDEST:
+        said = f"Slurm {theirs} is older than 22.05, the oldest that this release was run with"
+        return Finding("version", Level.WARNING, said, "run with --dry-run first and compare its decisions with squeue")
+    return Finding("version", Level.OK, f"Slurm {theirs}, this host's commands {ours[0]}")
+
+
+def pyslurm(facts: Facts, wanted: Wanted) -> Finding:
+    theirs = facts.version
+    if not facts.pyslurm:
+        return Finding("pyslurm", Level.OK, 'not installed: the daemon uses Slurm\'s commands (backend = "auto")')
+    if major_minor(facts.pyslurm) == major_minor(theirs):
+        return Finding("pyslurm", Level.OK, f"{facts.pyslurm} matches Slurm {theirs}")
+    said = f"pyslurm {facts.pyslurm} does not match Slurm {theirs}: X.Y must be equal, or it ends its process"
+    x, y = major_minor(theirs)
+    return Finding("pyslurm", Level.WARNING, said, f"build pyslurm {x}.{y}.x, or leave it out: the commands do the same")
+
+
+def private_data(facts: Facts, wanted: Wanted) -> Finding:
+    hidden = sorted(set(facts.words("PrivateData")) - HARMLESS_PRIVATE)
+    if not hidden:
+        return Finding("private data", Level.OK, "the whole queue is visible to every user")
+    level = facts.answers.get("admin")
+    admin = level.text.strip().partition("|")[2] if level is not None and not level.error else ""
+    if admin.lower() in ("operator", "administrator", "admin"):
+        said = f"PrivateData={','.join(hidden)}, and {wanted.user} is {admin}: it sees the whole queue all the same"
+        return Finding("private data", Level.OK, said)
+    said = f"PrivateData hides {', '.join(hidden)} of others: GPUs that their pending jobs wait for would look idle to us"
+    return Finding("private data", Level.WARNING, said, f"sacctmgr modify user {wanted.user} set adminlevel=operator")
+
+
+def clock(facts: Facts, wanted: Wanted) -> Finding:
+    skew_s = facts.asked_at - facts.controller_at
+    if abs(skew_s) >= MUNGE_TTL_S:
+        said = f"this host's clock is {skew_s:+.0f} s off the controller's: munge refuses credentials that are over {MUNGE_TTL_S:g} s apart"
+        return Finding("clock", Level.PROBLEM, said, "synchronise both with NTP")
+    if abs(skew_s) > SKEW_S:
+        said = f"this host's clock is {skew_s:+.0f} s off the controller's: begin times and the ages of observations are wrong by that"
+        return Finding("clock", Level.WARNING, said, "synchronise both with NTP")
+    return Finding("clock", Level.OK, "this host's clock and the controller's agree to within a few seconds")
+
+
+def rate_limit(facts: Facts, wanted: Wanted) -> Finding:
+    most_a_min = COMMANDS_A_LOOK * 60.0 / min(wanted.quick_s, wanted.observe_s)
+    asks = f"the daemon runs {COMMANDS_A_LOOK} commands a look, every {wanted.observe_s:g} s, and every {wanted.quick_s:g} s at its busiest"
+    if facts.option("SlurmctldParameters", "rl_enable") is None:
+        return Finding("rate limit", Level.OK, f"Slurm limits no user's RPCs (no rl_enable); {asks}")
+    refill, period_s = _number(facts, "rl_refill_rate", DEFAULT_REFILL), _number(facts, "rl_refill_period", DEFAULT_PERIOD_S)
+    allowed, bucket = 60.0 * refill / period_s, _number(facts, "rl_bucket_size", DEFAULT_BUCKET)
+    said = f"rl_enable: {allowed:g} RPCs a minute and user, {bucket:g} at once; {asks}"
+    if allowed < 2 * most_a_min or bucket < 2 * COMMANDS_A_LOOK:
+        return Finding("rate limit", Level.WARNING, said, "raise cluster.quick_s and cluster.observe_s, or the site's rl_* parameters")
+    return Finding("rate limit", Level.OK, said)
+
+
+def _number(facts: Facts, name: str, default: float) -> float:
+    text = facts.option("SlurmctldParameters", name)
+    if text is None:
+        return default
+    if not text.isdigit() or not int(text):
+        raise Missing(f"SlurmctldParameters has {name}={text!r}")
+    return float(text)
+
+
+def gpus(facts: Facts, wanted: Wanted) -> Finding:
+    here = [node for node in facts.nodes if wanted.partition in node.partitions]
+    have = [node for node in here if node.gpus and wanted.gpu_type in ("", node.gpu_type)]
+    kind = f"gpu:{wanted.gpu_type}" if wanted.gpu_type else "gpu"
+    if not have:
+        types = ", ".join(sorted({node.gpu_type or "without a type" for node in here if node.gpus})) or "none"
+        said = f"no node of partition {wanted.partition} has a GRES {kind} (its GPU types: {types})"
+        remedy = "name a type that is there in harvest.gpu_type, or ask for GresTypes=gpu and Gres= on the nodes"
+        return Finding("gpus", Level.PROBLEM, said, remedy)
+    said = f"{sum(node.gpus for node in have)} GPUs ({kind}) on {len(have)} nodes of partition {wanted.partition}"
+    if "gres/gpu" not in facts.words("AccountingStorageTRES"):
+        said += "; AccountingStorageTRES lacks gres/gpu, so what jobs hold is read from what they asked for"
+        return Finding("gpus", Level.WARNING, said, "AccountingStorageTRES=gres/gpu, for exact figures of who holds what")
+    return Finding("gpus", Level.OK, said)
+
+
+def mpi(facts: Facts, wanted: Wanted) -> Finding:
+    found = set(re.findall(r"[a-z_0-9]+", facts.text("mpi").partition("...")[2]))
+    flavours = sorted(word for word in found if word.startswith(("pmi", "openmpi", "cray")))
+    said = f"srun --mpi offers {', '.join(flavours) or 'nothing but none'}"
+    if not any(word.startswith("pmix") for word in flavours):
+        return Finding("mpi", Level.WARNING, f"{said}; training jobs start their ranks with mpirun", "install Slurm's pmix plugin")
+    return Finding("mpi", Level.OK, f"{said}; training jobs use pmix where it makes one world, else mpirun")
+
+
+def purge(facts: Facts, wanted: Wanted) -> Finding:
+    age_s, need_s = facts.seconds("MinJobAge"), wanted.observe_s + wanted.absent_s
+    if age_s and age_s < need_s:
+        said = f"MinJobAge={age_s:g}: jobs that ended leave the queue before we look again, so how they ended is not seen"
+        return Finding("job purge", Level.WARNING, said, f"lower cluster.observe_s, or MinJobAge={need_s:.0f}")
+    return Finding("job purge", Level.OK, f"MinJobAge={age_s:g}: ended jobs stay in the queue for longer than it takes us to look again")

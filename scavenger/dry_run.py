@@ -1,0 +1,80 @@
+"""`scavenger daemon --dry-run`: looks at the cluster as the daemon does, and prints what it would decide. Submits and writes nothing.
+
+There are no runs without a daemon that serves them, so a run is supposed that could use every engine that the limits allow: what is printed
+is the most that harvesting would take now. Each look is decided from scratch, without the jobs that earlier ones would have submitted.
+Owns the rhythm and the words; `harvest.policy` decides. Nothing here can submit: the cluster's `info` and `view` alone are called.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+
+from scavenger.cluster.model import ClusterView
+from scavenger.cluster.port import Cluster
+from scavenger.config import DaemonConfig
+from scavenger.errors import ClusterUnavailable
+from scavenger.harvest import policy
+from scavenger.harvest.driver import LEAVE_S
+from scavenger.harvest.health import Health
+from scavenger.harvest.limits import limits_of, rules_of
+from scavenger.harvest.policy import Decision, Submit
+from scavenger.harvest.room import owners
+from scavenger.router.machine import Demand
+
+
+def supposed(config: DaemonConfig, gpus_per_engine: int) -> Demand:
+    most = config.harvest.max_engines
+    return Demand(1, "dry-run", most, gpus_per_engine, f"supposed: a run that could use {most} engines")
+
+
+def decide(config: DaemonConfig, view: ClusterView, gpus_per_engine: int, now: float) -> Decision:
+    """What the daemon would do about this view, had it no job yet. Pure but for the user's name, which is this process's."""
+    health = Health(rules_of(config, "dry-run", pwd.getpwuid(os.getuid()).pw_name).health)
+    limits = limits_of(config, health, LEAVE_S, now)
+    return policy.decide(view, [supposed(config, gpus_per_engine)], (), limits, now)
+
+
+def lines(config: DaemonConfig, view: ClusterView, decision: Decision, now: float) -> Iterator[str]:
+    have = owners(view, config.harvest.partition, frozenset(), now)
+    at = datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    yield (
+        f"{at}  partition {config.harvest.partition}: {have.idle} GPUs idle, {have.others} with others, {have.reserved} reserved, "
+        f"{have.unusable} unusable; {have.pending_others} jobs of others pending"
+    )
+    yield f"  {decision.reason}"
+    for action in decision.actions:
+        if isinstance(action, Submit):
+            where = f" on {','.join(action.nodelist)}" if action.nodelist else ""
+            yield f"  would submit a job of {action.gpus} GPUs to {action.partition}{where}: {action.reason}"
+
+
+def run(
+    config: DaemonConfig,
+    cluster: Cluster,
+    say: Callable[[str], None],
+    *,
+    looks: int = 0,
+    gpus_per_engine: int = 1,
+    clock: Callable[[], float] = time.time,
+    wait: Callable[[float], None] = time.sleep,
+) -> None:
+    """Print decisions, one look every `cluster.observe_s`; `looks` of them, 0 = until it is stopped."""
+    say("dry run: nothing is submitted, and no ledger and no key is written")
+    done = 0
+    while True:
+        try:
+            view = cluster.view()
+        except ClusterUnavailable as error:
+            say(f"  nothing is decided: {error.cause}")
+        else:
+            now = clock()
+            for line in lines(config, view, decide(config, view, gpus_per_engine, now), now):
+                say(line)
+        done += 1
+        if done == looks:
+            return
+        wait(config.cluster.observe_s)

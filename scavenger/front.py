@@ -1,0 +1,104 @@
+"""The daemon's face to whoever runs it: the service manager, Prometheus, and SIGHUP. Wires these parts; each does its own work.
+
+Owns when the metrics are served and what a reload reaches. Decides nothing, and costs nothing where nobody asked for it: without
+`prometheus.listen` no record is counted, without a service manager nothing is said.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from scavenger.config import DaemonConfig
+from scavenger.harvest import joblogs
+from scavenger.harvest.driver import Harvester
+from scavenger.ledger import records as rec
+from scavenger.observe import metrics, reading
+from scavenger.observe.exporter import Exporter
+from scavenger.observe.sdnotify import Notifier
+from scavenger.observe.status import Status
+from scavenger.observe.tally import Counted, Tally, Writes
+from scavenger.reloader import Reloader
+from scavenger.router.server import Server
+
+#: A daemon that waits for another one's end says so before the manager's patience is over.
+PATIENCE_S = 60.0
+
+
+class Front:
+    """`reread` gives the configuration file's content now; without it SIGHUP is left as it was (it ends a daemon of a terminal)."""
+
+    def __init__(
+        self, config: DaemonConfig, reread: Callable[[], DaemonConfig] | None = None, notifier: Notifier | None = None
+    ) -> None:
+        self.config = config
+        self.notifier = notifier or Notifier({}, 0)
+        self._reread = reread
+        self._tally = Tally() if config.prometheus.listen else None
+        self._counted: Counted | None = None
+        self._exporter: Exporter | None = None
+        self._asked = asyncio.Event()
+
+    def open(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._reread is not None:
+            loop.add_signal_handler(signal.SIGHUP, self._asked.set)
+
+    def serve_metrics(self) -> None:
+        """Raises `ConfigError` when the address cannot be had."""
+        if self.config.prometheus.listen:
+            self._exporter = Exporter(self.config.prometheus.listen)
+
+    @property
+    def address(self) -> str:
+        """Where the metrics are, "" = nowhere."""
+        return self._exporter.address if self._exporter is not None else ""
+
+    def waiting(self, status: str) -> None:
+        self.notifier.waiting(status, PATIENCE_S)
+
+    def counted(self, writer: Writes, clock: Callable[[], float]) -> Writes:
+        """What the server is to write to."""
+        if self._tally is None:
+            return writer
+        self._counted = Counted(writer, self._tally, clock)
+        return self._counted
+
+    def restore(self, snapshot: rec.Snapshot) -> None:
+        if self._tally is not None:
+            self._tally.restore(snapshot)
+
+    def work(
+        self, server: Server, harvester: Harvester | None, look: Callable[[], Status], clock: Callable[[], float], stop: asyncio.Event
+    ) -> list[Coroutine[Any, Any, None]]:
+        """What runs beside the server until `stop`."""
+        found: list[Coroutine[Any, Any, None]] = [self.notifier.watch(lambda: server.turns, stop)]
+        if self._reread is not None:
+            apply = harvester.reconfigure if harvester is not None else self._nothing
+            found.append(Reloader(self.config, self._reread, apply, server.write, self.notifier, clock).run(self._asked))
+        if harvester is not None:
+            logs, most_bytes = self.config.daemon.state_dir / "logs", self.config.harvest.logs_mb * 2**20
+            live = lambda: {f"{intent_id}.log" for intent_id in harvester.tracker.intents}  # noqa: E731
+            found.append(joblogs.watch(logs, live, most_bytes, stop))
+        if self._exporter is not None and self._tally is not None and self._counted is not None:
+            tally, counted, core = self._tally, self._counted, server.router.core
+
+            def read() -> metrics.Reading:
+                status = look()
+                ill = len(harvester.tracker.health.quarantined(status.at)) if harvester is not None else 0
+                demand = server.router.demand(status.at) if harvester is not None else ()
+                lag_s = counted.lag_s(status.backlog_records)
+                return reading.take(status, core, tally, lag_s, demand, harvester.cluster if harvester is not None else None, ill)
+
+            found.append(self._exporter.run(read, stop))
+        return found
+
+    @staticmethod
+    def _nothing(config: DaemonConfig) -> None:
+        """Nothing is harvested: what may change live has no reader."""
+
+    def close(self) -> None:
+        if self._exporter is not None:
+            self._exporter.close()
+        self.notifier.close()

@@ -1,0 +1,59 @@
+"""Looks at the daemon's parts on the event loop, and makes one `metrics.Reading` of what they hold. Changes nothing in them.
+
+Owns where each figure comes from. A look costs a pass over the runs' workers and groups, so it is taken every few seconds and not for
+every scrape.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Protocol, runtime_checkable
+
+from scavenger import __version__
+from scavenger.ledger.faults import WriterState
+from scavenger.observe.metrics import Figures, Reading, RunReading, read
+from scavenger.observe.status import Status
+from scavenger.observe.tally import Tally
+from scavenger.router.core import Core
+from scavenger.router.machine import Demand
+from scavenger.router.state import Run, SampleStatus
+
+
+@runtime_checkable
+class CountsRpcs(Protocol):
+    """A cluster backend that counts what it asks Slurm, by kind: commands by name, or calls."""
+
+    @property
+    def rpc_counts(self) -> Mapping[str, int]: ...
+
+
+def take(
+    status: Status, core: Core, tally: Tally, lag_s: float, demand: Sequence[Demand], cluster: object, quarantined: int
+) -> Reading:
+    """One reading. `status`: what the daemon says of itself at this moment. `lag_s`: of the ledger."""
+    s = status
+    wanted = {d.run: d.engines for d in demand}
+    return read(
+        Figures(
+            s.at, __version__, s.generation, s.started_at, s.ledger_state == WriterState.OK, lag_s, s.backlog_records, s.backlog_bytes,
+            s.wal_bytes, s.wal_blocked, s.payload_bytes, s.payload_bound_bytes, tally,
+            runs=tuple(_run(run, wanted.get(run.name, 0)) for run in core.runs.values() if not run.ended),
+            quarantined=quarantined,
+            rpcs=dict(cluster.rpc_counts) if isinstance(cluster, CountsRpcs) else {},
+        )
+    )  # fmt: skip
+
+
+def _run(run: Run, wanted: int) -> RunReading:
+    engines = Counter((worker.kind, "suspect" if worker.suspect else worker.status.value) for worker in run.workers.values())
+    samples: Counter[str] = Counter({status.value: 0 for status in SampleStatus if status is not SampleStatus.ENDED})
+    progress_at = run.submitted_at
+    for group in run.by_key.values():
+        for sample in group.samples:
+            if sample.status is not SampleStatus.ENDED:
+                samples[sample.status.value] += 1
+                progress_at = max(progress_at, sample.chunk_at)
+    return RunReading(
+        run.name, engines, samples, wanted, max(run.versions, default=0), run.last_step, progress_at, run.trainer_seen
+    )

@@ -1,0 +1,39 @@
+"""A recorded site (Slurm 22.05.8, tests/data/doctor) and what may be otherwise there, for tests of rules."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from scavenger.doctor.facts import Answer, Facts, Wanted
+
+DATA = Path(__file__).resolve().parents[1] / "data/doctor"
+NAMES = ("config", "client", "partitions", "nodes", "mpi")
+WANTED = Wanted("scavenge", user="scavenger")
+#: When the recorded configuration was printed (Unix s).
+AT = float(re.findall(r"as of (\d+)", (DATA / "config.txt").read_text())[0])
+
+
+def site(
+    config: dict[str, str | None] | None = None,
+    *,
+    replace: dict[str, tuple[str, str]] | None = None,
+    answers: dict[str, Answer] | None = None,
+    asked_at: float = AT,
+    pyslurm: str = "",
+    probe: Answer | None = None,
+) -> Facts:
+    """The recorded site with other settings (None: this Slurm has none of that name), and with text replaced in its answers."""
+    found = {name: (DATA / f"{name}.txt").read_text() for name in NAMES}
+    for key, value in (config or {}).items():
+        line = "" if value is None else f"{key} = {value}\n"
+        changed = re.sub(rf"^{key} *= .*\n", lambda _, line=line: line, found["config"], flags=re.M)  # type: ignore[misc]
+        found["config"] = changed if changed != found["config"] or value is None else changed + line
+    for name, (old, new) in (replace or {}).items():
+        assert old in found[name], f"{old!r} is not in the recorded {name}"
+        found[name] = found[name].replace(old, new)
+    return Facts({name: Answer(text) for name, text in found.items()} | (answers or {}), asked_at, 0.0, pyslurm, probe)
+
+
+def qos_lines(*lines: str) -> dict[str, Answer]:
+    return {"qos": Answer("\n".join(lines) + "\n"), "admin": Answer("scavenger|None\n")}

@@ -1,0 +1,49 @@
+"""Engines' logs stay within their bound, and no job that still writes loses its log."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from scavenger.harvest.joblogs import TAIL_BYTES, LogFile, Plan, bound, plan
+
+MB = 2**20
+
+
+def test_what_is_within_the_bound_is_left_alone() -> None:
+    assert plan([LogFile("a.log", MB, 1.0), LogFile("b.log", MB, 2.0)], (), 16 * MB) == Plan((), ())
+
+
+def test_the_oldest_of_ended_jobs_go_first_and_one_that_may_still_write_never() -> None:
+    files = [LogFile(f"{name}.log", 2 * MB, at) for name, at in (("old", 1.0), ("mine", 0.0), ("newer", 2.0), ("newest", 3.0))]
+    files += [LogFile(f"x{n}.log", 2 * MB, 10.0 + n) for n in range(6)]
+    assert plan(files, {"mine.log"}, 16 * MB) == Plan((), ("old.log", "newer.log"))
+
+
+def test_one_log_that_is_too_large_is_cut_also_while_its_job_writes() -> None:
+    assert plan([LogFile("loud.log", 3 * MB, 1.0)], {"loud.log"}, 16 * MB) == Plan(("loud.log",), ())
+
+
+def test_a_log_is_cut_under_the_job_that_appends_to_it_and_keeps_its_last_words(tmp_path: Path) -> None:
+    path = tmp_path / "scv-1.log"
+    (tmp_path / "notes.txt").write_bytes(b"x" * 5 * MB)
+    with path.open("ab", buffering=0) as job:  # as Slurm's --open-mode=append
+        for number in range(40_000):
+            job.write(b"complaint number %010d, and much more of the same sort\n" % number)
+        assert bound(tmp_path, {"scv-1.log"}, 8 * MB) == Plan(("scv-1.log",), ())
+        job.write(b"the last word\n")
+    text = path.read_bytes()
+    assert len(text) < 2 * TAIL_BYTES
+    assert text.startswith(b"[scavenger: this log was too large")
+    assert text.endswith(b"complaint number 0000039999, and much more of the same sort\nthe last word\n")
+    assert b"\0" not in text, "an append goes to the end of what is left"
+    assert (tmp_path / "notes.txt").stat().st_size == 5 * MB, "not a job's log"
+
+
+def test_ended_jobs_logs_go_until_the_rest_fits(tmp_path: Path) -> None:
+    for number in range(6):
+        path = tmp_path / f"scv-{number}.log"
+        path.write_bytes(b"x" * (MB // 8))
+        os.utime(path, (number, number))
+    assert bound(tmp_path, {"scv-0.log"}, MB // 2).remove == ("scv-1.log", "scv-2.log")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"scv-{number}.log" for number in (0, 3, 4, 5)]

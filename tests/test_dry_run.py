@@ -1,0 +1,80 @@
+"""`scavenger daemon --dry-run` prints what would be submitted and why, and does nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import structlog
+from typer.testing import CliRunner
+
+from scavenger import dry_run, toml
+from scavenger.cli import app
+from scavenger.cluster.local import LocalServer
+from scavenger.cluster.model import ClusterInfo, ClusterView, JobSpec
+from scavenger.config import DaemonConfig
+from scavenger.errors import ClusterUnavailable
+
+
+@pytest.fixture(autouse=True)
+def _own_logging() -> Iterator[None]:
+    """The command sets logging up for a process of its own."""
+    yield
+    structlog.reset_defaults()
+
+
+def test_decisions_are_printed_and_nothing_is_submitted_or_written(tmp_path: Path) -> None:
+    with LocalServer(tmp_path / "cluster") as server:
+        path = tmp_path / "scavenger.toml"
+        document = {
+            "daemon": {"state_dir": tmp_path / "state"},
+            "cluster": {"backend": "local", "local_dir": server.dir},
+            "harvest": {"partition": "scavenge", "max_engines": 3, "headroom_gpus": 10},
+        }
+        path.write_text(toml.dumps(document))
+        done = CliRunner().invoke(app, ["daemon", "--config", str(path), "--dry-run", "--looks", "1"])
+        jobs = server.cluster().view().jobs
+    assert done.exit_code == 0, done.output
+    assert "12 GPUs idle" in done.output
+    assert done.output.count("would submit a job of 1 GPUs to scavenge") == 2, "the headroom is kept"
+    assert jobs == ()
+    assert not (tmp_path / "state").exists()
+
+
+class Silent:
+    """A cluster that answers at the second look only, and that nobody may ask to do anything."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def info(self) -> ClusterInfo:
+        raise AssertionError("not asked for")
+
+    def view(self) -> ClusterView:
+        self.looks += 1
+        if self.looks == 1:
+            raise ClusterUnavailable("squeue gave no answer within 20 s")
+        return ClusterView(1000.0, (), (), ())
+
+    def submit(self, spec: JobSpec) -> int:
+        raise AssertionError("a dry run submitted")
+
+    def cancel(self, job_ids: tuple[int, ...]) -> None:
+        raise AssertionError("a dry run cancelled")
+
+    def requeue(self, job_id: int) -> None:
+        raise AssertionError("a dry run requeued")
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def test_a_cluster_that_does_not_answer_is_said_and_asked_again(tmp_path: Path) -> None:
+    config = DaemonConfig.model_validate({"daemon": {"state_dir": tmp_path}, "cluster": {"observe_s": 7.0}})
+    said: list[str] = []
+    waits: list[float] = []
+    dry_run.run(config, Silent(), said.append, looks=2, clock=lambda: 1000.0, wait=waits.append)
+    assert "nothing is decided: squeue gave no answer within 20 s" in said[1]
+    assert "0 GPUs idle" in said[2]
+    assert waits == [7.0]

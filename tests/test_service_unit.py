@@ -1,0 +1,172 @@
+"""scripts/scavenger.service is a unit that systemd takes, and one that it calls well hardened."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+
+from scavenger import keys, toml
+from scavenger.cluster.layout import demo_layout
+from scavenger.cluster.sandbox import SlurmSandbox
+from scavenger.errors import LedgerError
+from tests.clusters import wait_for
+from tests.ledger.histories import fetch
+
+UNIT = Path(__file__).resolve().parents[1] / "scripts/scavenger.service"
+MOST_EXPOSURE = 2.0
+
+
+@pytest.fixture
+def analyze() -> str:
+    found = shutil.which("systemd-analyze")
+    if found is None:
+        pytest.skip("systemd-analyze is not installed here (Debian: apt-get install systemd)")
+    return found
+
+
+def run(*argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_systemd_finds_nothing_wrong_with_the_unit(analyze: str, tmp_path: Path) -> None:
+    # verify looks for the program, which is not installed where tests run
+    copy = tmp_path / "scavenger.service"
+    text = UNIT.read_text()
+    assert "/opt/scavenger/bin/scavenger daemon" in text
+    copy.write_text(text.replace("/opt/scavenger/bin/scavenger", sys.executable))
+    done = run(analyze, "verify", "--man=no", str(copy))
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+def test_a_misspelt_line_would_be_found(analyze: str, tmp_path: Path) -> None:
+    copy = tmp_path / "scavenger.service"
+    copy.write_text(UNIT.read_text().replace("/opt/scavenger/bin/scavenger", sys.executable).replace("ProtectClock=yes", "ProtectClok=yes"))
+    assert "ProtectClok" in run(analyze, "verify", "--man=no", str(copy)).stderr
+
+
+def test_the_unit_s_exposure_is_low(analyze: str) -> None:
+    done = run(analyze, "security", "--offline=true", "--no-pager", str(UNIT))
+    if "unrecognized option" in done.stderr:
+        pytest.skip("this systemd-analyze has no --offline (it came with 250)")
+    match = re.search(r"Overall exposure level for \S+: (\d+\.\d+)", done.stdout)
+    assert match is not None, done.stdout + done.stderr
+    assert float(match[1]) <= MOST_EXPOSURE
+
+
+def test_the_unit_keeps_what_the_daemon_relies_on() -> None:
+    settings = dict(line.split("=", 1) for line in UNIT.read_text().splitlines() if re.match(r"^[A-Z]\w+=", line))
+    assert settings["Type"] == "notify"
+    assert settings["WatchdogSec"].isdigit(), "the daemon pings three times in that"
+    assert settings["ExecReload"].endswith("-HUP $MAINPID")
+    assert settings["StateDirectory"] == "scavenger"
+    assert settings["RestartPreventExitStatus"] == "2 4", "a refused configuration or a fenced daemon is not started again"
+    assert {"AF_UNIX", "AF_INET", "AF_INET6"} == set(settings["RestrictAddressFamilies"].split()), "munge, slurmctld, workers"
+
+
+# ---------------------------------------------------------------- what the filter lets through
+
+
+def calls_in(analyze: str, group: str) -> set[str]:
+    """The system calls of one of systemd's groups, and of the groups in it."""
+    found: set[str] = set()
+    for line in run(analyze, "syscall-filter", "--no-pager", group).stdout.splitlines()[1:]:
+        name = line.strip()
+        if name.startswith("@"):
+            found |= calls_in(analyze, name)
+        elif name and not name.startswith("#"):
+            found.add(name)
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.slurm
+def test_the_daemon_and_slurm_s_commands_need_no_system_call_that_the_unit_refuses(analyze: str, tmp_path: Path) -> None:
+    """A refused call may abort a library. Traced: a daemon that looks at a real Slurm, from its start to its end."""
+    strace = shutil.which("strace")
+    if strace is None:
+        pytest.skip("strace is not installed here")
+    lines = re.findall(r"^SystemCallFilter=(.*)$", UNIT.read_text(), re.M)
+    assert [line[0] for line in lines] == ["@", "~"]
+    allowed = {call for group in lines[0].split() for call in calls_in(analyze, group)}
+    refused = {call for group in lines[1].removeprefix("~").split() for call in calls_in(analyze, group)}
+    assert {"read", "openat"} <= allowed
+    assert {"chown", "setuid"} <= refused
+    keys.init_state(tmp_path / "state", "ada")
+    document = {
+        "daemon": {"state_dir": tmp_path / "state"},
+        "cluster": {"backend": "slurm", "observe_s": 1.0},
+        "prometheus": {"listen": "127.0.0.1:0"},
+    }
+    (tmp_path / "scavenger.toml").write_text(toml.dumps(document))
+    with SlurmSandbox(demo_layout(nodes=2, gpus=1)) as sandbox:
+        program = [sys.executable, "-m", "scavenger", "daemon", "-c", str(tmp_path / "scavenger.toml")]
+        argv = [strace, "-f", "-c", "-o", str(tmp_path / "calls"), *program]
+        daemon = subprocess.Popen(argv, env={**sandbox.env, "PYTHONPATH": str(UNIT.parents[1])}, stdin=subprocess.DEVNULL)
+        looked = f"sqlite:///{tmp_path}/state/ledger.sqlite3"
+        try:
+            wait_for("it looked at Slurm", lambda: ledger_has(looked, "SELECT count(*) FROM cluster_samples"), 200)
+            os.kill(keys.read_rendezvous(tmp_path / "state").pid, signal.SIGTERM)
+            assert daemon.wait(60) == 0
+        finally:
+            if daemon.poll() is None:
+                os.kill(keys.read_rendezvous(tmp_path / "state").pid, signal.SIGKILL)
+                daemon.wait(30)
+    used = {line.split()[-1] for line in (tmp_path / "calls").read_text().splitlines()[2:-2]}
+    if os.geteuid() == 0:
+        used -= {"fchown"}  # SQLite gives its files the owner of the database, as root only
+    assert "epoll_wait" in used
+    assert used - allowed == set()
+    assert used & refused == set()
+
+
+def ledger_has(url: str, sql: str) -> int:
+    try:
+        return int(fetch(url, sql)[0][0])
+    except (LedgerError, sa.exc.DBAPIError):
+        return 0  # its tables are not there yet
+
+
+# ---------------------------------------------------------------- for a user without an admin
+
+USER_UNIT = UNIT.with_name("scavenger-user.service")
+
+
+def test_systemd_finds_nothing_wrong_with_the_user_s_unit(analyze: str, tmp_path: Path) -> None:
+    copy = tmp_path / "scavenger.service"
+    copy.write_text(USER_UNIT.read_text().replace("%h/scavenger/bin/scavenger", sys.executable))
+    env = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
+    argv = [analyze, "--user", "verify", "--man=no", str(copy)]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+def test_a_user_s_daemon_starts_and_is_reloaded_under_systemd(tmp_path: Path) -> None:
+    """With a running `systemd --user`, as on a login node. Its unit is a transient one, so that nothing of the user's is touched."""
+    asked = shutil.which("systemd-run") and run("systemctl", "--user", "is-system-running")
+    if not asked or asked.stdout.strip() not in ("running", "degraded"):
+        why = asked.stdout.strip() or asked.stderr.strip() if asked else "systemd is not installed"
+        pytest.skip(f"no systemd --user runs here: {why}")
+    keys.init_state(tmp_path / "state", "ada")
+    cluster, state_dir = {"backend": "local", "local_dir": tmp_path}, {"state_dir": tmp_path / "state"}
+    document = {"daemon": state_dir, "cluster": cluster, "harvest": {"enabled": False}}
+    (tmp_path / "scavenger.toml").write_text(toml.dumps(document))
+    unit = f"scavenger-test-{os.getpid()}.service"
+    properties = ["Type=notify", "NotifyAccess=main", "WatchdogSec=60", "ExecReload=/bin/kill -HUP $MAINPID"]
+    argv = ["systemd-run", "--user", f"--unit={unit}", "--collect", *(f"--property={one}" for one in properties)]
+    program = [sys.executable, "-m", "scavenger", "daemon", "--config", str(tmp_path / "scavenger.toml")]
+    argv += [f"--setenv=PYTHONPATH={UNIT.parents[1]}", *program]
+    try:
+        started = run(*argv)  # returns when the daemon said that it is ready
+        assert started.returncode == 0, started.stderr
+        assert keys.read_rendezvous(tmp_path / "state").generation == 1
+        assert run("systemctl", "--user", "reload", unit).returncode == 0
+    finally:
+        run("systemctl", "--user", "stop", unit)
