@@ -111,7 +111,8 @@ def restore(config: RunConfig, ranks: Ranks, resume: str) -> Start:
 
 
 def set_aside(config: RunConfig, start: Start, attempt: int) -> None:
-    """Keep later resumes off checkpoints that are not of the history which `attempt` goes on with."""
+    """Keep later resumes off checkpoints that are not of the history which `attempt` goes on with, and off unfinished ones."""
+    checkpoint.sweep(config.run.out_dir)
     for path in checkpoint.abandon(config.run.out_dir, start.step, start.path, attempt):
         print(f"attempt {attempt} starts after step {start.step}: a later checkpoint is now {path.name}", flush=True)
 

@@ -1,9 +1,10 @@
 """The run on rank 0, from its first version to its last step. Reads top-down.
 
 A version published "at step s" is the weights after s optimizer steps; step s + 1 samples from it. The order at a step's end is what a
-restart relies on: weights are published, then the step is committed, then perhaps evaluated, then perhaps a checkpoint covers it. A
-trainer killed in between starts from an older checkpoint and publishes those weights as a new version; the daemon sees equal root hashes
-and delivers what was already generated. The checkpoint comes last because a resume does not look back: what is due at its step is done.
+restart relies on: weights are published, then the step is committed, then perhaps evaluated, then perhaps a checkpoint of it is begun,
+which is written while the next step runs and counts once it is complete (`saving`). A trainer killed in between starts from an older
+checkpoint and publishes those weights as a new version; the daemon sees equal root hashes and delivers what was already generated. The
+checkpoint comes last because a resume does not look back: what is due at its step is done.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from trainer.data import Problem, Problems
 from trainer.evaluation import Judgement, summarise
 from trainer.monitor import Monitor
 from trainer.ranks import Ranks
+from trainer.saving import Checkpoints
 from trainer.scoring import Scoring, specs
 from trainer.step import Run, Stepper
 
@@ -77,7 +79,8 @@ class Loop:
         self._monitor = monitor
         self._start = start
         self._crash_at = crash_at
-        self._stepper = Stepper(config, run, ranks, scoring, sampling)
+        self._checkpoints = Checkpoints(config.run.out_dir, config.checkpoint.keep, run, ranks)
+        self._stepper = Stepper(config, run, ranks, scoring, sampling, self._checkpoints.advance)
         self._held_out: list[Problem] = problems.held_out()
         self._root = b""
         folder = config.weights.spool_dir
@@ -94,10 +97,11 @@ class Loop:
         if self._start.step == 0:
             self._evaluate(0, version)
         for step in range(self._start.step + 1, steps + 1):
+            self._checkpoints.advance()
             result = self._stepper.step(step, version, self._take(self._config.data.prompts_per_step), self._take)
             published, seconds = self._timed_publish(step)
             self._crash_for_test(step)
-            metrics = result.metrics | {"seconds_publish": seconds}
+            metrics = result.metrics | {"seconds_publish": seconds, "seconds_checkpoint": self._checkpoints.take_seconds()}
             self._run.commit(step, version, result.outcomes, metrics)
             self._monitor.step(step, self._run.attempt, version, metrics, result.phase_log)
             version = published
@@ -105,6 +109,7 @@ class Loop:
                 self._evaluate(step, version)
             if step % self._config.checkpoint.every == 0 or step == steps:
                 self._checkpoint(step, version)
+        self._checkpoints.finish()
 
     def _take(self, count: int) -> list[Problem]:
         """The next problems of the data."""
@@ -130,16 +135,12 @@ class Loop:
 
     def _checkpoint(self, step: int, version: int) -> None:
         config = self._config
-        out_dir = config.run.out_dir
-        self._ranks.save(checkpoint.prepare(out_dir, step))
-        state = checkpoint.State(
-            step, version, self._root.hex(), self._cursor, config.run.seed,
-            self._ranks.updates_taken, "float64" if config.run.deterministic else "float32", self._run.attempt,
+        self._checkpoints.begin(
+            checkpoint.State(
+                step, version, self._root.hex(), self._cursor, config.run.seed,
+                self._ranks.updates_taken, "float64" if config.run.deterministic else "float32", self._run.attempt,
+            )
         )  # fmt: skip
-        path = checkpoint.complete(out_dir, state)
-        kept, going = checkpoint.surplus(out_dir, path, config.checkpoint.keep)
-        self._run.checkpoint(step, version, self._root, str(path), kept)
-        checkpoint.delete(going)
 
     # ---------------------------------------------------------------- evaluation
 

@@ -1,7 +1,8 @@
 """What rank 0 asks of all ranks, one command at a time; every rank runs the same commands in the same order.
 
 Owns the command vocabulary and its table of effects. `Ranks` is rank 0's end, `serve` the others'. All commands but `Stop` are
-collectives of torch.distributed; their frames travel over MPI before, their answers after, never during.
+collectives of torch.distributed; their frames travel over MPI before, their answers after, never during. `Save` begins only: what it
+copied is written by threads of their own, which every rank has ended before it leaves.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from trainer import checkpoint, publish
 from trainer.batching import Micro
 from trainer.comm import Comm
 from trainer.model import Learner, RowStats
+from trainer.saving import Saver
 
 
 class Train(msgspec.Struct, frozen=True, tag=True):
@@ -56,7 +58,7 @@ _row_stats: msgspec.msgpack.Decoder[tuple[RowStats, ...]] = msgspec.msgpack.Deco
 _logprobs: msgspec.msgpack.Decoder[dict[int, bytes]] = msgspec.msgpack.Decoder(dict[int, bytes])
 
 
-def execute(learner: Learner, command: Command) -> bytes:
+def execute(learner: Learner, saver: Saver, command: Command) -> bytes:
     """This rank's part of a command; returns the frame that rank 0 gets."""
     match command:
         case Train(micro):
@@ -69,21 +71,23 @@ def execute(learner: Learner, command: Command) -> bytes:
             for _ in publish.gather(learner, dtype):
                 pass
         case Save(path):
-            checkpoint.save_shards(learner, Path(path))
+            saver.begin(learner.state(), Path(path))
         case Load(path, updates_taken):
             checkpoint.load_shards(learner, Path(path), updates_taken)
         case Stop():
-            pass
+            saver.wait()
     return b""
 
 
 def serve(comm: Comm, learner: Learner) -> None:
     """Every rank but 0: do what rank 0 says until it says stop."""
+    saver = Saver()
     while True:
         command = _commands.decode(comm.receive())
+        frame = execute(learner, saver, command)
         if isinstance(command, Stop):
             return
-        comm.reply(execute(learner, command))
+        comm.reply(frame)
 
 
 class Ranks:
@@ -92,6 +96,7 @@ class Ranks:
     def __init__(self, comm: Comm, learner: Learner) -> None:
         self._comm = comm
         self._learner = learner
+        self._saver = Saver()
         self._pool = Pool(most=4)
 
     @property
@@ -104,7 +109,7 @@ class Ranks:
 
     def _all(self, commands: Sequence[Command]) -> list[bytes]:
         self._comm.send([_encode(command) for command in commands])
-        mine = execute(self._learner, commands[0])
+        mine = execute(self._learner, self._saver, commands[0])
         return [mine, *self._comm.replies()]
 
     def train(self, one_round: Sequence[Micro]) -> list[RowStats]:
@@ -132,10 +137,19 @@ class Ranks:
         return made
 
     def save(self, path: Path) -> None:
+        """Begin to write the present parameters and optimizer state; returns when they are copied."""
         self._all([Save(str(path))] * self.size)
+
+    def is_saved(self) -> bool:
+        """Whether all ranks have written what `save` began last. Raises `CheckpointFailed`."""
+        return self._saver.is_written()
+
+    def wait_saved(self) -> None:
+        self._saver.wait()
 
     def load(self, path: Path, updates_taken: int) -> None:
         self._all([Load(str(path), updates_taken)] * self.size)
 
     def stop(self) -> None:
         self._comm.send([_encode(Stop())] * self.size)
+        execute(self._learner, self._saver, Stop())

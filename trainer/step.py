@@ -79,6 +79,10 @@ def _no_more(count: int) -> Sequence[Problem]:
     raise ValueError("this step has no data to replace prompts from")
 
 
+def _nothing() -> None:
+    pass
+
+
 @dataclass(slots=True)
 class _Work:
     """One step under way. `stash`: rows of later mini-batches, by mini-batch and group, with their proximal logprobs."""
@@ -103,14 +107,26 @@ class _Work:
 
 
 class Stepper:
-    """Runs the steps of one attempt. `reserved_awake` is what the reserved engines were last told."""
+    """Runs the steps of one attempt. `reserved_awake` is what the reserved engines were last told.
 
-    def __init__(self, config: RunConfig, run: Run, ranks: Ranks, scoring: Scoring, sampling: wire.Sampling) -> None:
+    `between` is called often while a step's groups come and are trained, never once its parameters begin to change.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run: Run,
+        ranks: Ranks,
+        scoring: Scoring,
+        sampling: wire.Sampling,
+        between: Callable[[], None] = _nothing,
+    ) -> None:
         self._config = config
         self._run = run
         self._ranks = ranks
         self._scoring = scoring
         self._sampling = sampling
+        self._between = between
         self._has_reserved = config.reserved.workers > 0
         self._barrier = scoring.recipe.row.streaming == "barrier"
         self.reserved_awake = False
@@ -201,6 +217,7 @@ class Stepper:
 
     def _observe(self, work: _Work, machine: phases.Step, timeout_s: float) -> list[phases.Event]:
         """What happened since the last look; a `Tick` when nothing did."""
+        self._between()
         before = time.monotonic()
         arrived = self._run.poll(timeout_s)
         after = time.monotonic()

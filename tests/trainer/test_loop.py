@@ -51,6 +51,12 @@ class Script:
     def save(self, path: Path) -> None:
         pass
 
+    def is_saved(self) -> bool:
+        return True
+
+    def wait_saved(self) -> None:
+        pass
+
     def set_reserved(self, awake: bool) -> None:
         pass
 
