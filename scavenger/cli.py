@@ -17,7 +17,7 @@ import structlog
 import typer
 from rich.console import Console
 
-from scavenger import __version__, cli_keys, cli_ledger, cli_simulate, cli_weights, config, keys
+from scavenger import __version__, cli_checkpoint, cli_keys, cli_ledger, cli_simulate, cli_weights, config, keys
 from scavenger.cli_options import DEFAULT_CONFIG, ConfigOption
 from scavenger.errors import ConfigError, ScavengerError
 
@@ -28,6 +28,7 @@ app.add_typer(cli_ledger.app, name="ledger")
 app.add_typer(cli_keys.app, name="keys")
 app.add_typer(cli_simulate.app, name="simulate")
 app.add_typer(cli_weights.app, name="weights")
+app.add_typer(cli_checkpoint.app, name="checkpoint")
 
 err = Console(stderr=True, soft_wrap=True, highlight=False)
 

@@ -34,7 +34,8 @@ _NAME = re.compile(r"step-(\d{8,})")
 class State(msgspec.Struct, frozen=True):
     """`version`/`root` (hex): the published weights of this checkpoint. `cursor`: training problems taken so far.
 
-    `attempt`: the run's attempt that wrote it; 0 = written before attempts were noted.
+    `attempt`: the run's attempt that wrote it; 0 = written before attempts were noted. `weights_dtype`: in which type the version was
+    published, "" = written before that was noted. `owes_evaluation`: the one due at this step was not made.
     """
 
     step: int
@@ -46,6 +47,8 @@ class State(msgspec.Struct, frozen=True):
     dtype: str
     attempt: int = 0
     format: int = FORMAT
+    weights_dtype: str = ""
+    owes_evaluation: bool = False
 
 
 class Surplus(NamedTuple):

@@ -139,6 +139,7 @@ class Loop:
             checkpoint.State(
                 step, version, self._root.hex(), self._cursor, config.run.seed,
                 self._ranks.updates_taken, "float64" if config.run.deterministic else "float32", self._run.attempt,
+                weights_dtype=config.weights.dtype,
             )
         )  # fmt: skip
 
