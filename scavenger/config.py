@@ -273,6 +273,7 @@ class ReservedSection(Section):
 class CheckpointSection(Section):
     every: Positive = 20
     keep: Positive = 2
+    grace_s: Seconds = 120.0  # what a training job that was told to end may take for its checkpoint
 
 
 class EvalSection(Section):

@@ -151,6 +151,11 @@ def found(out_dir: Path) -> list[Path]:
     return [path for _, path in sorted(named) if (path / STATE_FILE).is_file()]
 
 
+def steps(out_dir: Path) -> list[int]:
+    """Of the complete checkpoints of the present history."""
+    return [read_state(path).step for path in found(out_dir)]
+
+
 def abandoned(out_dir: Path) -> list[Path]:
     """Checkpoints of histories that a later attempt left behind."""
     return sorted(folder(out_dir).glob("step-*.abandoned-*"))

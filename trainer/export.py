@@ -37,7 +37,7 @@ def restored(config: RunConfig, path: Path, state: State) -> Any:
     if config.lora.rank:
         adapters.inject(model, config.lora)
     held = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
-    stored = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+    stored: dict[str, Any] = dict(HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata)
     wrong = [name for name, value in held.items() if name not in stored or tuple(stored[name].size) != tuple(value.shape)]
     wrong += [name for name in stored if name.startswith("model.") and name not in held]
     if wrong:

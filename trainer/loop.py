@@ -4,7 +4,10 @@ A version published "at step s" is the weights after s optimizer steps; step s +
 restart relies on: weights are published, then the step is committed, then perhaps evaluated, then perhaps a checkpoint of it is begun,
 which is written while the next step runs and counts once it is complete (`saving`). A trainer killed in between starts from an older
 checkpoint and publishes those weights as a new version; the daemon sees equal root hashes and delivers what was already generated. The
-checkpoint comes last because a resume does not look back: what is due at its step is done.
+checkpoint comes last because a resume does not look back: what is due at its step is done, or it says that it owes it.
+
+A trainer that is told to end stops where it is within a step, whose gradients are dropped, and writes a checkpoint of the last whole
+step: whoever goes on from it is given the step's samples again, with every token that there is.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -24,6 +27,7 @@ from scavenger.weights.memory import Buffer
 from scavenger.weights.spool import Spool
 from trainer import checkpoint
 from trainer.data import Problem, Problems
+from trainer.ending import Ending, ToldToEnd
 from trainer.evaluation import Judgement, summarise
 from trainer.monitor import Monitor
 from trainer.ranks import Ranks
@@ -44,13 +48,26 @@ class Source(Protocol):
 class Start:
     """Where this attempt starts: after `step` steps; `root` (hex) is what its weights must hash to ("" = unknown).
 
-    `path`: the checkpoint that was loaded, None for none. `cursor`: training problems taken so far.
+    `path`: the checkpoint that was loaded, None for none. `cursor`: training problems taken so far. `owes_evaluation`: the one after
+    these steps was not made.
     """
 
     step: int = 0
     root: str = ""
     path: Path | None = None
     cursor: int = 0
+    owes_evaluation: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """The last whole step, and what a checkpoint of it says."""
+
+    step: int
+    version: int
+    root: bytes
+    cursor: int
+    owes_evaluation: bool
 
 
 class Loop:
@@ -68,6 +85,7 @@ class Loop:
         monitor: Monitor,
         start: Start,
         crash_at: int = 0,
+        ending: Ending | None = None,
     ) -> None:
         self._config = config
         self._run = run
@@ -79,8 +97,9 @@ class Loop:
         self._monitor = monitor
         self._start = start
         self._crash_at = crash_at
+        self._ending = ending or Ending()
         self._checkpoints = Checkpoints(config.run.out_dir, config.checkpoint.keep, run, ranks)
-        self._stepper = Stepper(config, run, ranks, scoring, sampling, self._checkpoints.advance)
+        self._stepper = Stepper(config, run, ranks, scoring, sampling, self._between)
         self._held_out: list[Problem] = problems.held_out()
         self._root = b""
         folder = config.weights.spool_dir
@@ -88,28 +107,44 @@ class Loop:
         self._cursor = start.cursor
 
     def run(self) -> None:
-        """Train to the last step. Raises what stops it; the caller closes the run."""
-        steps = self._config.run.steps
+        """Train to the last step. Raises what stops it, `ToldToEnd` once a checkpoint is written; the caller closes the run."""
         version = self._publish(self._start.step)
         if self._start.root and self._root.hex() != self._start.root:
             raise WeightsError("the checkpoint's weights are not those that were published from it", "resume from another checkpoint")
         self._stepper.set_reserved(True)
-        if self._start.step == 0:
-            self._evaluate(0, version)
+        self._settle(self._start.step, version, owes_evaluation=self._start.step == 0 or self._start.owes_evaluation)
+        try:
+            self._train()
+        except ToldToEnd:
+            self._checkpoint_at_end()
+            raise
+
+    def _train(self) -> None:
+        steps = self._config.run.steps
+        self._evaluate_if_owed()
         for step in range(self._start.step + 1, steps + 1):
-            self._checkpoints.advance()
+            self._between()
+            version = self._settled.version
             result = self._stepper.step(step, version, self._take(self._config.data.prompts_per_step), self._take)
             published, seconds = self._timed_publish(step)
             self._crash_for_test(step)
             metrics = result.metrics | {"seconds_publish": seconds, "seconds_checkpoint": self._checkpoints.take_seconds()}
             self._run.commit(step, version, result.outcomes, metrics)
             self._monitor.step(step, self._run.attempt, version, metrics, result.phase_log)
-            version = published
-            if step == steps or (self._config.eval.every and step % self._config.eval.every == 0):
-                self._evaluate(step, version)
+            due = step == steps or bool(self._config.eval.every and step % self._config.eval.every == 0)
+            self._settle(step, published, owes_evaluation=due)
+            self._evaluate_if_owed()
             if step % self._config.checkpoint.every == 0 or step == steps:
-                self._checkpoint(step, version)
+                self._checkpoint()
         self._checkpoints.finish()
+
+    def _between(self) -> None:
+        """At any moment at which parameters are those of a whole step."""
+        self._checkpoints.advance()
+        self._ending.check()
+
+    def _settle(self, step: int, version: int, *, owes_evaluation: bool) -> None:
+        self._settled = Settled(step, version, self._root, self._cursor, owes_evaluation)
 
     def _take(self, count: int) -> list[Problem]:
         """The next problems of the data."""
@@ -133,17 +168,29 @@ class Loop:
         started = time.monotonic()
         return self._publish(step), time.monotonic() - started
 
-    def _checkpoint(self, step: int, version: int) -> None:
-        config = self._config
+    def _checkpoint(self) -> None:
+        config, at = self._config, self._settled
         self._checkpoints.begin(
             checkpoint.State(
-                step, version, self._root.hex(), self._cursor, config.run.seed,
+                at.step, at.version, at.root.hex(), at.cursor, config.run.seed,
                 self._ranks.updates_taken, "float64" if config.run.deterministic else "float32", self._run.attempt,
-                weights_dtype=config.weights.dtype,
+                weights_dtype=config.weights.dtype, owes_evaluation=at.owes_evaluation,
             )
         )  # fmt: skip
 
+    def _checkpoint_at_end(self) -> None:
+        """The trainer was told to end: a checkpoint of the last whole step, unless there is one, or it is the beginning."""
+        self._checkpoints.finish()
+        if self._settled.step and self._settled.step not in checkpoint.steps(self._config.run.out_dir):
+            self._checkpoint()
+            self._checkpoints.finish()
+
     # ---------------------------------------------------------------- evaluation
+
+    def _evaluate_if_owed(self) -> None:
+        if self._settled.owes_evaluation:
+            self._evaluate(self._settled.step, self._settled.version)
+            self._settled = replace(self._settled, owes_evaluation=False)
 
     def _evaluate(self, step: int, version: int) -> None:
         """Held-out problems through the same engines: `eval.samples` answers at temperature 1, and one greedy."""
@@ -160,6 +207,7 @@ class Loop:
         found: dict[int, list[Judgement]] = {}
         outcomes: list[wire.SampleOutcome] = []
         while waiting:
+            self._between()
             for group in self._run.poll(POLL_S):
                 waiting.remove(group.group_id)
                 judged = self._scoring.rewards(group)

@@ -261,8 +261,9 @@ class Stepper:
             return balanced(groups, budget=self._config.trainer.micro_batch_tokens, ranks=self._ranks.size)
         return rounds(spread(groups, budget=self._config.trainer.micro_batch_tokens, ranks=self._ranks.size), self._ranks.size)
 
-    def _train(self, work: _Work, groups: Sequence[Sequence[Row]]) -> None:
+    def _train(self, work: _Work, groups: Sequence[Sequence[Row]], between: Callable[[], None] = _nothing) -> None:
         for one_round in self._rounds(work, groups):
+            between()
             work.stats |= {stats.sample_id: stats for stats in self._ranks.train(one_round)}
             work.micro_steps += 1
 
@@ -273,7 +274,7 @@ class Stepper:
         taken, work.ready = work.ready[:count], work.ready[count:]
         first = [group.rows for group in taken if work.mini_batch[group.prompt_index] == 0]
         later = [group for group in taken if work.mini_batch[group.prompt_index] > 0]
-        self._train(work, first)
+        self._train(work, first, self._between)
         if later:
             self._stash(work, later)
         work.seconds.train += time.monotonic() - started
