@@ -298,6 +298,14 @@ class TrainerSection(Section):
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto = bfloat16 on a GPU
     activation_checkpointing: bool = False
     idle_poll_ms: Annotated[float, Field(ge=1, le=1000)] = 5.0
+    stuck_s: Seconds = 300.0  # a rank that is so long at one command, or gives no sign of life, is named
+    stuck_end_s: Seconds = 1800.0  # and after so long the job ends, to be resumed
+
+    @model_validator(mode="after")
+    def _stuck(self) -> TrainerSection:
+        if self.stuck_s > self.stuck_end_s:
+            raise ValueError("stuck_s <= stuck_end_s must hold")
+        return self
 
 
 class RunConfig(Section):

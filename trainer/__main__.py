@@ -1,9 +1,9 @@
 """`python -m trainer run.toml [--resume auto|none|DIR] [--local]`: one rank of the training job.
 
 Owns the process: arguments, environment, the set-up and the exit. Started by an MPI launcher on every rank (`scripts/train.sbatch`),
-or alone. Exit codes: 0 finished, 2 bad configuration, 3 a newer attempt took over, 143 told to end, 1 anything else. SIGTERM (or SIGUSR1)
-makes rank 0 write a checkpoint of the last whole step and end; it closes nothing, so the run can be resumed. Before the run is open it
-ends at once.
+or alone. Exit codes: 0 finished, 2 bad configuration, 3 a newer attempt took over, 75 a rank hung (`watch`), 143 told to end, 1 anything
+else. SIGTERM (or SIGUSR1) makes rank 0 write a checkpoint of the last whole step and end; it closes nothing, so the run can be resumed.
+Before the run is open it ends at once.
 
 For tests of recovery only: `SCAVENGER_TEST_CRASH=between-publish-and-commit:STEP` kills rank 0 there with SIGKILL.
 """
@@ -40,6 +40,7 @@ from trainer.ranks import Ranks, serve
 from trainer.rewards import RewardRunner
 from trainer.scoring import Scoring
 from trainer.step import Run
+from trainer.watch import Here, Watch, meet
 
 STALE_EXIT = 3
 CRASH_VARIABLE = "SCAVENGER_TEST_CRASH"
@@ -94,6 +95,15 @@ def make_learner(config: RunConfig, comm: Comm) -> Learner:
     )
 
 
+def watched(config: RunConfig, comm: Comm, stack: ExitStack) -> Here:
+    """All ranks: begin to watch one another. Where this rank is, for it to say."""
+    here = Here()
+    watch = Watch(meet(comm), here, stuck_s=config.trainer.stuck_s, end_s=config.trainer.stuck_end_s)
+    watch.start()
+    stack.callback(watch.stop)
+    return here
+
+
 def restore(config: RunConfig, ranks: Ranks, resume: str) -> Start:
     """Load the chosen checkpoint on all ranks. Raises `ConfigError` when it belongs to another run."""
     path = checkpoint.select(config.run.out_dir, resume)
@@ -126,7 +136,7 @@ def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> int:
     with ExitStack() as stack:
         reward = config.reward
         runner = stack.enter_context(_runner(reward))
-        ranks = Ranks(comm, make_learner(config, comm))
+        ranks = Ranks(comm, make_learner(config, comm), watched(config, comm, stack))
         monitor = Monitor(config.run.out_dir, steps=config.run.steps)
         stack.callback(monitor.close)
         start, run, source = begin(config, spec, ranks, stack, options)
@@ -245,7 +255,9 @@ def main(argv: list[str] | None = None) -> int:
             # A job that Slurm ends leaves its run to be resumed. Were another rank gone before rank 0, rank 0 would take it for a
             # failure and close the run; so rank 0 goes first, and its launcher ends the rest.
             ignore()
-            serve(comm, make_learner(config, comm))
+            with ExitStack() as stack:
+                learner = make_learner(config, comm)
+                serve(comm, learner, watched(config, comm, stack))
         leave()
     except ScavengerError as error:
         return _ended(comm, error, f"error: {error}")

@@ -19,6 +19,7 @@ from trainer.batching import Micro
 from trainer.comm import Comm
 from trainer.model import Learner, RowStats
 from trainer.saving import Saver
+from trainer.watch import Here
 
 
 class Train(msgspec.Struct, frozen=True, tag=True):
@@ -58,6 +59,16 @@ _row_stats: msgspec.msgpack.Decoder[tuple[RowStats, ...]] = msgspec.msgpack.Deco
 _logprobs: msgspec.msgpack.Decoder[dict[int, bytes]] = msgspec.msgpack.Decoder(dict[int, bytes])
 
 
+def told(command: Command) -> str:
+    """A command in words, for the watchdog."""
+    match command:
+        case Train(micro) | Proximal(micro):
+            return f"{type(command).__name__} of {len(micro.rows)} samples, {sum(row.tokens for row in micro.rows)} tokens"
+        case Save(path) | Load(path):
+            return f"{type(command).__name__} {path}"
+    return type(command).__name__
+
+
 def execute(learner: Learner, saver: Saver, command: Command) -> bytes:
     """This rank's part of a command; returns the frame that rank 0 gets."""
     match command:
@@ -79,12 +90,14 @@ def execute(learner: Learner, saver: Saver, command: Command) -> bytes:
     return b""
 
 
-def serve(comm: Comm, learner: Learner) -> None:
-    """Every rank but 0: do what rank 0 says until it says stop."""
-    saver = Saver()
+def serve(comm: Comm, learner: Learner, here: Here | None = None) -> None:
+    """Every rank but 0: do what rank 0 says until it says stop. `here` is told where it is."""
+    saver, here = Saver(), here or Here()
     while True:
-        command = _commands.decode(comm.receive())
-        frame = execute(learner, saver, command)
+        with here.at("waiting for rank 0", idle=True):
+            command = _commands.decode(comm.receive())
+        with here.at(told(command), command=True):
+            frame = execute(learner, saver, command)
         if isinstance(command, Stop):
             return
         comm.reply(frame)
@@ -93,8 +106,9 @@ def serve(comm: Comm, learner: Learner) -> None:
 class Ranks:
     """Rank 0's end: each method runs one command on all ranks, its own included."""
 
-    def __init__(self, comm: Comm, learner: Learner) -> None:
+    def __init__(self, comm: Comm, learner: Learner, here: Here | None = None) -> None:
         self._comm = comm
+        self._here = here or Here()
         self._learner = learner
         self._saver = Saver()
         self._pool = Pool(most=4)
@@ -108,9 +122,11 @@ class Ranks:
         return self._learner.updates_taken
 
     def _all(self, commands: Sequence[Command]) -> list[bytes]:
-        self._comm.send([_encode(command) for command in commands])
-        mine = execute(self._learner, self._saver, commands[0])
-        return [mine, *self._comm.replies()]
+        with self._here.at(told(commands[0]), command=True):
+            self._comm.send([_encode(command) for command in commands])
+            mine = execute(self._learner, self._saver, commands[0])
+        with self._here.at(f"waiting for answers to {told(commands[0])}"):
+            return [mine, *self._comm.replies()]
 
     def train(self, one_round: Sequence[Micro]) -> list[RowStats]:
         """One micro-step: micro-batch r on rank r. Gradients add to those of the step."""
@@ -130,10 +146,12 @@ class Ranks:
 
     def build_version(self, version: int, dtype: str) -> tuple[Manifest, Buffer]:
         """Gather, cast, lay out and hash the present weights."""
-        self._comm.send([_encode(Gather(dtype))] * self.size)
-        made = publish.build_version(version, self._learner, dtype, self._pool.take)
+        with self._here.at(f"Gather of version {version}", command=True):
+            self._comm.send([_encode(Gather(dtype))] * self.size)
+            made = publish.build_version(version, self._learner, dtype, self._pool.take)
         self._pool.give(made[1])  # for a later version, once nobody serves or reads this one
-        self._comm.replies()
+        with self._here.at(f"waiting for answers to Gather of version {version}"):
+            self._comm.replies()
         return made
 
     def save(self, path: Path) -> None:
@@ -145,7 +163,8 @@ class Ranks:
         return self._saver.is_written()
 
     def wait_saved(self) -> None:
-        self._saver.wait()
+        with self._here.at("waiting for a checkpoint to be written"):
+            self._saver.wait()
 
     def load(self, path: Path, updates_taken: int) -> None:
         self._all([Load(str(path), updates_taken)] * self.size)
