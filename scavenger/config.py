@@ -308,6 +308,15 @@ class TrainerSection(Section):
         return self
 
 
+class MonitorSection(Section):
+    """Where a step's figures go beside `<out_dir>/metrics.jsonl` and standard output."""
+
+    tensorboard: bool = False  # <out_dir>/tensorboard
+    wandb: Literal["off", "offline", "online"] = "off"
+    wandb_project: Annotated[str, Field(min_length=1, max_length=128)] = "scavenger"
+    wandb_entity: str = ""  # empty = the user's own
+
+
 class RunConfig(Section):
     run: RunSection
     model: ModelSection
@@ -323,6 +332,7 @@ class RunConfig(Section):
     eval: EvalSection = EvalSection()
     weights: WeightsSection = WeightsSection()
     trainer: TrainerSection = TrainerSection()
+    monitor: MonitorSection = MonitorSection()
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:

@@ -36,6 +36,7 @@ from trainer.local import LocalRun, LocalSource
 from trainer.loop import Loop, Source, Start
 from trainer.model import Learner, model_config_text
 from trainer.monitor import Monitor
+from trainer.monitors import chosen
 from trainer.ranks import Ranks, serve
 from trainer.rewards import RewardRunner
 from trainer.scoring import Scoring
@@ -137,9 +138,9 @@ def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> int:
         reward = config.reward
         runner = stack.enter_context(_runner(reward))
         ranks = Ranks(comm, make_learner(config, comm), watched(config, comm, stack))
-        monitor = Monitor(config.run.out_dir, steps=config.run.steps)
-        stack.callback(monitor.close)
         start, run, source = begin(config, spec, ranks, stack, options)
+        monitor = Monitor(config.run.out_dir, steps=config.run.steps, more=chosen(config, start.step + 1))
+        stack.callback(monitor.close)
         set_aside(config, start, run.attempt)
         scoring = Scoring(runner, tokenizer, reward, config.algorithm, monitor.say, config.sampling.max_tokens)
         ending = Ending()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -24,6 +24,7 @@ from scavenger.weights.manifest import Manifest
 from trainer.algorithms.rows import Counted, denominator
 from trainer.batching import Micro, Row, balanced, mini_batch_alone, mini_batch_of, one_per_group, rounds, spread
 from trainer.data import Problem
+from trainer.figures import Capacity, Seconds, Sources, summarise
 from trainer.model import RowStats, learning_rate
 from trainer.ranks import Ranks
 from trainer.scoring import Judged, ScoredGroup, Scoring, specs
@@ -51,17 +52,6 @@ class Run(Protocol):
     ) -> None: ...
     def checkpoint(self, step: int, version: int, root: bytes, path: str, kept: Sequence[int] | None = None) -> None: ...
     def close_run(self, state: str, reason: str = "") -> None: ...
-
-
-@dataclass(slots=True)
-class Seconds:
-    """Where a step's time went. `seed`: the trainer's own GPUs generated; `wait`: they waited for others' groups."""
-
-    seed: float = 0.0
-    wait: float = 0.0
-    reward: float = 0.0
-    train: float = 0.0
-    update: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +83,7 @@ class _Work:
     width: int
     mini_batch: dict[int, int]
     submitted: set[int]
+    capacity: Capacity
     scored: dict[int, ScoredGroup] = field(default_factory=dict)
     tokens: dict[int, int] = field(default_factory=dict)  # of each group that came, prompts included
     judged: list[Judged] = field(default_factory=list)
@@ -102,7 +93,7 @@ class _Work:
     seconds: Seconds = field(default_factory=Seconds)
     grad_norms: list[float] = field(default_factory=list)
     divisors: dict[int, float] = field(default_factory=dict)
-    moves: int = 0
+    sources: Sources = field(default_factory=Sources)
     micro_steps: int = 0
 
 
@@ -171,7 +162,8 @@ class Stepper:
 
     def _submit(self, step: int, version: int, problems: Sequence[Problem], more: More) -> _Work:
         config = self._config
-        work = _Work(step, version, more, width=config.model.context_length, mini_batch={}, submitted=set())
+        capacity = Capacity(self._ranks.size, config.run.gpus_per_engine, time.monotonic())
+        work = _Work(step, version, more, width=config.model.context_length, mini_batch={}, submitted=set(), capacity=capacity)
         if not self._scoring.recipe.dynamic:
             work.width = max(len(problem.tokens) for problem in problems) + self._sampling.max_tokens
             work.mini_batch = mini_batch_of(config.run.seed, step, [one.index for one in problems], config.algorithm.updates_per_step)
@@ -227,6 +219,7 @@ class Stepper:
             work.seconds.wait += after - before
         events: list[phases.Event] = []
         fleet = self._run.fleet
+        work.capacity.look(fleet, after)
         if fleet.harvested != machine.harvested:
             events.append(phases.FleetChanged(fleet.harvested, fleet.reserved_awake + fleet.reserved_asleep))
         if WINDOW[fleet.window] != machine.close:
@@ -235,7 +228,7 @@ class Stepper:
             if group.group_id not in work.submitted:
                 raise WireError(f"group {group.group_id} of step {group.step} came while step {work.step} was under way")
             work.tokens[group.group_id] = sum(len(group.prompt) + len(sample.tokens) for sample in group.samples) // 4
-            work.moves += sum(sample.moves for sample in group.samples)
+            work.sources.add(group.samples, 0)
             events.append(phases.GroupsCompleted(1, len(group.samples), 0 if self._arrive(work, group) else 1))
         events = self._replace(work, arrived) + events
         work.seconds.reward += time.monotonic() - after
@@ -324,17 +317,18 @@ class Stepper:
             "lr": rate,
             "updates": float(len(work.grad_norms)),
             "grad_norm": max(work.grad_norms, default=0.0),
-            "moves": float(work.moves),
             "groups_asked": float(len(work.submitted)),
             "micro_steps": float(work.micro_steps),
             "rewards_late": float(self._scoring.take_late()),
-            "seconds": time.monotonic() - started,
+            "seconds": (seconds := time.monotonic() - started),
             "seconds_seed": work.seconds.seed,
             "seconds_wait": work.seconds.wait,
             "seconds_reward": work.seconds.reward,
             "seconds_train": work.seconds.train,
             "seconds_update": work.seconds.update,
         }
+        work.capacity.look(self._run.fleet, time.monotonic())
+        metrics |= work.sources.figures(seconds) | work.capacity.figures()
         return StepResult(tuple(outcome for group in ordered for outcome in group.outcomes), metrics, log)
 
     def _denominator(self, work: _Work, mini_batch: int) -> float:
@@ -351,29 +345,3 @@ class Stepper:
                     stats = [work.stats[row.sample_id] for row in group.rows]
                     counted += Counted(-sum(row.kept == 0 for row in stats), sum(row.kept - row.tokens for row in stats))
         return max(denominator(recipe, counted), 1.0)
-
-
-def summarise(groups: Sequence[ScoredGroup], stats: Mapping[int, RowStats], *, divisor: float) -> dict[str, float]:
-    """The step's figures; ratios are per trained token, the loss per `divisor`. `math.fsum` rounds once, so no order of arrival shows."""
-    rewards = [reward for group in groups for reward in group.rewards]
-    lengths = [length for group in groups for length in group.lengths]
-    rows = list(stats.values())
-    tokens, trained = sum(lengths), sum(row.tokens for row in rows)
-    per_token = 1.0 / trained if trained else 0.0
-    return {
-        "reward": math.fsum(rewards) / len(rewards) if rewards else 0.0,
-        "loss": math.fsum(row.loss for row in rows) / max(divisor, 1.0),
-        "tokens": float(tokens),
-        "tokens_trained": float(trained),
-        "samples": float(len(rewards)),
-        "samples_trained": float(len(rows)),
-        "groups_filtered": float(sum(not group.informative for group in groups)),
-        "length_mean": math.fsum(lengths) / len(lengths) if lengths else 0.0,
-        "length_max": float(max(lengths, default=0)),
-        "kl": math.fsum(row.kl for row in rows) * per_token,
-        "clip_fraction": math.fsum(row.clipped for row in rows) * per_token,
-        "mismatch_k3": math.fsum(row.mismatch_k3 for row in rows) * per_token,
-        "mismatch_max": max((row.mismatch_max for row in rows), default=0.0),
-        "masked_fraction": math.fsum(row.tokens - row.kept for row in rows) * per_token,
-        "truncated_fraction": math.fsum(row.truncated for row in rows) * per_token,
-    }
