@@ -234,11 +234,14 @@ class AlgorithmSection(Section):
     dynamic_sampling: bool | None = None  # prompts whose answers compare nothing are replaced; none = the algorithm's own
     dynamic_limit: Annotated[float, Field(ge=1)] = 4.0  # groups of a step at most, as a multiple of data.prompts_per_step
     updates_per_step: Positive = 1
+    max_off_policy_steps: Annotated[int, Field(ge=0, le=1)] = 0  # how many steps in advance samples are generated
 
     @model_validator(mode="after")
     def _mask(self) -> AlgorithmSection:
         if self.importance_floor and self.importance != "mask":
             raise ValueError('importance_floor needs importance = "mask"')
+        if self.max_off_policy_steps and self.importance == "off":
+            raise ValueError('max_off_policy_steps = 1 needs the correction: importance = "truncate" or "mask"')
         if self.importance == "mask" and self.importance_floor >= self.importance_cap:
             raise ValueError("importance_floor < importance_cap must hold")
         return self
@@ -340,6 +343,15 @@ class RunConfig(Section):
             raise ValueError("sampling.max_tokens must be below model.context_length: the prompt needs room")
         if self.run.deterministic and self.engine.name != "reference":
             raise ValueError('run.deterministic = true needs engine.name = "reference": no other engine computes in float64')
+        if self.run.deterministic and self.algorithm.max_off_policy_steps:
+            raise ValueError(
+                "run.deterministic = true needs algorithm.max_off_policy_steps = 0: "
+                "after a restart samples come from newer weights than they would have without it"
+            )
+        if not self.run.harvest and self.algorithm.max_off_policy_steps:
+            raise ValueError(
+                "algorithm.max_off_policy_steps = 1 needs run.harvest = true: on the trainer's own GPUs nobody generates while it trains"
+            )
         if not self.run.harvest and self.reserved.workers == 0:
             raise ValueError("run.harvest = false needs reserved.workers >= 1: somebody must generate")
         return self

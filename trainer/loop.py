@@ -29,6 +29,7 @@ from trainer import checkpoint
 from trainer.data import Problem, Problems
 from trainer.ending import Ending, ToldToEnd
 from trainer.evaluation import Judgement, summarise
+from trainer.inbox import Inbox
 from trainer.monitor import Monitor
 from trainer.ranks import Ranks
 from trainer.saving import Checkpoints
@@ -70,6 +71,15 @@ class Settled:
     owes_evaluation: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A step whose samples were submitted: with which version, and where its problems begin in the data."""
+
+    version: int
+    cursor: int
+    problems: list[Problem]
+
+
 class Loop:
     """One attempt of one run."""
 
@@ -99,7 +109,9 @@ class Loop:
         self._crash_at = crash_at
         self._ending = ending or Ending()
         self._checkpoints = Checkpoints(config.run.out_dir, config.checkpoint.keep, run, ranks)
-        self._stepper = Stepper(config, run, ranks, scoring, sampling, self._between)
+        self._inbox = Inbox(run)
+        self._stepper = Stepper(config, run, ranks, scoring, sampling, self._between, self._inbox)
+        self._asked: dict[int, Asked] = {}
         self._held_out: list[Problem] = problems.held_out()
         self._root = b""
         folder = config.weights.spool_dir
@@ -124,8 +136,11 @@ class Loop:
         self._evaluate_if_owed()
         for step in range(self._start.step + 1, steps + 1):
             self._between()
-            version = self._settled.version
-            result = self._stepper.step(step, version, self._take(self._config.data.prompts_per_step), self._take)
+            for ahead in range(step, min(step + self._config.algorithm.max_off_policy_steps, steps) + 1):
+                self._ask(ahead)
+            asked = self._asked.pop(step)
+            version = asked.version
+            result = self._stepper.step(step, version, asked.problems, self._take)
             published, seconds = self._timed_publish(step)
             self._crash_for_test(step)
             metrics = result.metrics | {"seconds_publish": seconds, "seconds_checkpoint": self._checkpoints.take_seconds()}
@@ -138,13 +153,22 @@ class Loop:
                 self._checkpoint()
         self._checkpoints.finish()
 
+    def _ask(self, step: int) -> None:
+        """Have a step's samples generated with the newest weights, once. With `max_off_policy_steps` its turn comes before its step's."""
+        if step not in self._asked:
+            at = self._settled
+            cursor, problems = self._cursor, self._take(self._config.data.prompts_per_step)
+            self._asked[step] = Asked(at.version, cursor, problems)
+            self._stepper.ask(step, at.version, problems, step - 1 - at.step, self._take)
+
     def _between(self) -> None:
         """At any moment at which parameters are those of a whole step."""
         self._checkpoints.advance()
         self._ending.check()
 
     def _settle(self, step: int, version: int, *, owes_evaluation: bool) -> None:
-        self._settled = Settled(step, version, self._root, self._cursor, owes_evaluation)
+        cursor = min((asked.cursor for asked in self._asked.values()), default=self._cursor)  # what was asked in advance is asked again
+        self._settled = Settled(step, version, self._root, cursor, owes_evaluation)
 
     def _take(self, count: int) -> list[Problem]:
         """The next problems of the data."""
@@ -203,12 +227,14 @@ class Loop:
         for place, (mode, n, temperature) in enumerate((("sampled", self._config.eval.samples, 1.0), ("greedy", 1, 0.0))):
             how = wire.Sampling(sampling.max_tokens, temperature, 1.0, 0, sampling.stop_token_ids, stop=sampling.stop)
             groups += specs(problems, n=n, sampling=how, offset=place * len(problems), mark={"mode": mode})
-        waiting = set(self._run.submit(step, version, groups, "eval"))
+        ids = self._run.submit(step, version, groups, "eval")
+        self._inbox.expect("eval", step, ids)
+        waiting = set(ids)
         found: dict[int, list[Judgement]] = {}
         outcomes: list[wire.SampleOutcome] = []
         while waiting:
             self._between()
-            for group in self._run.poll(POLL_S):
+            for group in self._inbox.poll("eval", step, POLL_S):
                 waiting.remove(group.group_id)
                 judged = self._scoring.rewards(group)
                 found[group.prompt_index] = [Judgement(r, len(s.tokens) // 4, s.finish == "length") for s, r, why in judged if not why]

@@ -19,12 +19,12 @@ import msgspec
 
 from scavenger import phases, wire
 from scavenger.config import RunConfig
-from scavenger.errors import WireError
 from scavenger.weights.manifest import Manifest
 from trainer.algorithms.rows import Counted, denominator
 from trainer.batching import Micro, Row, balanced, mini_batch_alone, mini_batch_of, one_per_group, rounds, spread
 from trainer.data import Problem
 from trainer.figures import Capacity, Seconds, Sources, summarise
+from trainer.inbox import Inbox
 from trainer.model import RowStats, learning_rate
 from trainer.ranks import Ranks
 from trainer.scoring import Judged, ScoredGroup, Scoring, specs
@@ -93,6 +93,7 @@ class _Work:
     seconds: Seconds = field(default_factory=Seconds)
     grad_norms: list[float] = field(default_factory=list)
     divisors: dict[int, float] = field(default_factory=dict)
+    staleness: int = 0
     sources: Sources = field(default_factory=Sources)
     micro_steps: int = 0
 
@@ -111,8 +112,11 @@ class Stepper:
         scoring: Scoring,
         sampling: wire.Sampling,
         between: Callable[[], None] = _nothing,
+        inbox: Inbox | None = None,
     ) -> None:
         self._config = config
+        self._inbox = inbox or Inbox(run)
+        self._ahead: dict[int, _Work] = {}  # steps that were submitted and not begun
         self._run = run
         self._ranks = ranks
         self._scoring = scoring
@@ -122,17 +126,24 @@ class Stepper:
         self._barrier = scoring.recipe.row.streaming == "barrier"
         self.reserved_awake = False
 
-    def step(self, step: int, version: int, problems: Sequence[Problem], more: More = _no_more) -> StepResult:
-        """Generate with `version`, train, take the optimizer step. The commit is the caller's.
+    def ask(self, step: int, version: int, problems: Sequence[Problem], staleness: int = 0, more: More = _no_more) -> None:
+        """Have the samples of a step generated with `version`, whose weights are `staleness` steps older than those that will train them.
 
         `more(n)`: the n problems that follow in the data, for those that are replaced.
         """
+        self._ahead[step] = self._submit(step, version, problems, staleness, more)
+
+    def step(self, step: int, version: int, problems: Sequence[Problem], more: More = _no_more) -> StepResult:
+        """Generate with `version`, unless the step was asked for before; train, take the optimizer step. The commit is the caller's."""
         started = time.monotonic()
-        work = self._submit(step, version, problems, more)
+        if step not in self._ahead:
+            self.ask(step, version, problems, more=more)
+        work = self._ahead.pop(step)
+        work.capacity = Capacity(self._ranks.size, self._config.run.gpus_per_engine, started)
         fleet = self._run.fleet
         machine, actions = phases.begin(
             self._plan(problems), harvested=fleet.harvested, reserved_awake=self.reserved_awake, now=time.monotonic(),
-            close=WINDOW[fleet.window], why=fleet.window_reason,
+            close=self._close(fleet), why=fleet.window_reason,
         )  # fmt: skip
         events = self._perform(work, machine, actions)
         while machine.phase is not phases.Phase.FINISH:
@@ -148,6 +159,10 @@ class Stepper:
 
     # ---------------------------------------------------------------- before and during
 
+    def _close(self, fleet: wire.Fleet) -> bool | None:
+        """What the daemon decided of the window: with steps in advance it speaks of the newest, which is not this one."""
+        return None if self._config.algorithm.max_off_policy_steps else WINDOW[fleet.window]
+
     def _plan(self, problems: Sequence[Problem]) -> phases.Plan:
         config = self._config
         return phases.Plan(
@@ -160,20 +175,23 @@ class Stepper:
             round_groups=self._ranks.size,
         )
 
-    def _submit(self, step: int, version: int, problems: Sequence[Problem], more: More) -> _Work:
+    def _submit(self, step: int, version: int, problems: Sequence[Problem], staleness: int, more: More) -> _Work:
         config = self._config
         capacity = Capacity(self._ranks.size, config.run.gpus_per_engine, time.monotonic())
         work = _Work(step, version, more, width=config.model.context_length, mini_batch={}, submitted=set(), capacity=capacity)
+        work.staleness = staleness
         if not self._scoring.recipe.dynamic:
             work.width = max(len(problem.tokens) for problem in problems) + self._sampling.max_tokens
             work.mini_batch = mini_batch_of(config.run.seed, step, [one.index for one in problems], config.algorithm.updates_per_step)
-        self._ask(work, problems)
+        self._submit_groups(work, problems)
         return work
 
-    def _ask(self, work: _Work, problems: Sequence[Problem]) -> None:
+    def _submit_groups(self, work: _Work, problems: Sequence[Problem]) -> None:
         config = self._config
         groups = specs(problems, n=config.data.samples_per_prompt, sampling=self._sampling)
-        work.submitted |= set(self._run.submit(work.step, work.version, groups))
+        ids = self._run.submit(work.step, work.version, groups)
+        self._inbox.expect("train", work.step, ids)
+        work.submitted |= set(ids)
         for problem in problems:
             alone = mini_batch_alone(config.run.seed, work.step, problem.index, config.algorithm.updates_per_step)
             work.mini_batch.setdefault(problem.index, alone)
@@ -190,7 +208,7 @@ class Stepper:
         count = min(flat, most - len(work.submitted))
         if count <= 0:
             return []
-        self._ask(work, work.more(count))
+        self._submit_groups(work, work.more(count))
         return [phases.GroupsAdded(count, count * config.data.samples_per_prompt)]
 
     def _perform(self, work: _Work, machine: phases.Step, actions: Sequence[phases.Action]) -> deque[phases.Event]:
@@ -211,7 +229,7 @@ class Stepper:
         """What happened since the last look; a `Tick` when nothing did."""
         self._between()
         before = time.monotonic()
-        arrived = self._run.poll(timeout_s)
+        arrived = self._inbox.poll("train", work.step, timeout_s)
         after = time.monotonic()
         if machine.reserved_awake:
             work.seconds.seed += after - before
@@ -222,13 +240,11 @@ class Stepper:
         work.capacity.look(fleet, after)
         if fleet.harvested != machine.harvested:
             events.append(phases.FleetChanged(fleet.harvested, fleet.reserved_awake + fleet.reserved_asleep))
-        if WINDOW[fleet.window] != machine.close:
-            events.append(phases.WindowDecided(WINDOW[fleet.window], fleet.window_reason))
+        if self._close(fleet) != machine.close:
+            events.append(phases.WindowDecided(self._close(fleet), fleet.window_reason))
         for group in arrived:
-            if group.group_id not in work.submitted:
-                raise WireError(f"group {group.group_id} of step {group.step} came while step {work.step} was under way")
             work.tokens[group.group_id] = sum(len(group.prompt) + len(sample.tokens) for sample in group.samples) // 4
-            work.sources.add(group.samples, 0)
+            work.sources.add(group.samples, work.staleness)
             events.append(phases.GroupsCompleted(1, len(group.samples), 0 if self._arrive(work, group) else 1))
         events = self._replace(work, arrived) + events
         work.seconds.reward += time.monotonic() - after

@@ -379,10 +379,12 @@ def _grant(core: Core, sample: Sample, worker: Worker, most_tokens: int) -> tupl
 
 
 def target_version(run: Run) -> int:
-    """The version that the run's workers shall hold: the oldest one that still has samples to generate, else the newest."""
-    oldest = -1
+    """The version that the run's idle workers shall hold: the oldest one that samples wait for, else that others generate with, else the
+
+    newest. With steps in advance, who has nothing left to do for one step begins with the next.
+    """
     for wanted in (run.queue.versions(), run.leased):
-        for version in wanted:
-            if (oldest < 0 or version < oldest) and run.held(version):
-                oldest = version
-    return oldest if oldest >= 0 else max(run.versions, default=-1)
+        held = [version for version in wanted if run.held(version)]
+        if held:
+            return min(held)
+    return max(run.versions, default=-1)
