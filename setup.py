@@ -40,6 +40,8 @@ EXTRAS = {
     "parquet": PARQUET,
     "math": MATH,
     "lora": LORA,
+    "tensorboard": ["tensorboard>=2.14"],
+    "wandb": ["wandb>=0.17"],
     # With a CUDA GPU. Without one: requirements-vllm-cpu.txt.
     "vllm": ["vllm>=0.32", "torch>=2.6", "transformers>=4.51"],
     "postgres": ["psycopg[binary]>=3.1"],

@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from scavenger import __version__, cli_doctor, cli_keys, cli_ledger, cli_simulate, cli_weights, config, keys
+from scavenger import __version__, cli_checkpoint, cli_doctor, cli_keys, cli_ledger, cli_simulate, cli_weights, config, keys
 from scavenger.cli_options import DEFAULT_CONFIG, ConfigOption
 from scavenger.errors import ConfigError, ScavengerError
 
@@ -28,6 +28,7 @@ app.add_typer(cli_keys.app, name="keys")
 app.add_typer(cli_simulate.app, name="simulate")
 app.add_typer(cli_weights.app, name="weights")
 app.command()(cli_doctor.doctor)
+app.add_typer(cli_checkpoint.app, name="checkpoint")
 
 err = Console(stderr=True, soft_wrap=True, highlight=False)
 

@@ -252,11 +252,14 @@ class AlgorithmSection(Section):
     dynamic_sampling: bool | None = None  # prompts whose answers compare nothing are replaced; none = the algorithm's own
     dynamic_limit: Annotated[float, Field(ge=1)] = 4.0  # groups of a step at most, as a multiple of data.prompts_per_step
     updates_per_step: Positive = 1
+    max_off_policy_steps: Annotated[int, Field(ge=0, le=1)] = 0  # how many steps in advance samples are generated
 
     @model_validator(mode="after")
     def _mask(self) -> AlgorithmSection:
         if self.importance_floor and self.importance != "mask":
             raise ValueError('importance_floor needs importance = "mask"')
+        if self.max_off_policy_steps and self.importance == "off":
+            raise ValueError('max_off_policy_steps = 1 needs the correction: importance = "truncate" or "mask"')
         if self.importance == "mask" and self.importance_floor >= self.importance_cap:
             raise ValueError("importance_floor < importance_cap must hold")
         return self
@@ -291,6 +294,7 @@ class ReservedSection(Section):
 class CheckpointSection(Section):
     every: Positive = 20
     keep: Positive = 2
+    grace_s: Seconds = 120.0  # what a training job that was told to end may take for its checkpoint
 
 
 class EvalSection(Section):
@@ -315,6 +319,23 @@ class TrainerSection(Section):
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"  # auto = bfloat16 on a GPU
     activation_checkpointing: bool = False
     idle_poll_ms: Annotated[float, Field(ge=1, le=1000)] = 5.0
+    stuck_s: Seconds = 300.0  # a rank that is so long at one command, or gives no sign of life, is named
+    stuck_end_s: Seconds = 1800.0  # and after so long the job ends, to be resumed
+
+    @model_validator(mode="after")
+    def _stuck(self) -> TrainerSection:
+        if self.stuck_s > self.stuck_end_s:
+            raise ValueError("stuck_s <= stuck_end_s must hold")
+        return self
+
+
+class MonitorSection(Section):
+    """Where a step's figures go beside `<out_dir>/metrics.jsonl` and standard output."""
+
+    tensorboard: bool = False  # <out_dir>/tensorboard
+    wandb: Literal["off", "offline", "online"] = "off"
+    wandb_project: Annotated[str, Field(min_length=1, max_length=128)] = "scavenger"
+    wandb_entity: str = ""  # empty = the user's own
 
 
 class RunConfig(Section):
@@ -333,6 +354,7 @@ class RunConfig(Section):
     eval: EvalSection = EvalSection()
     weights: WeightsSection = WeightsSection()
     trainer: TrainerSection = TrainerSection()
+    monitor: MonitorSection = MonitorSection()
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
@@ -340,6 +362,15 @@ class RunConfig(Section):
             raise ValueError("sampling.max_tokens must be below model.context_length: the prompt needs room")
         if self.run.deterministic and self.engine.name != "reference":
             raise ValueError('run.deterministic = true needs engine.name = "reference": no other engine computes in float64')
+        if self.run.deterministic and self.algorithm.max_off_policy_steps:
+            raise ValueError(
+                "run.deterministic = true needs algorithm.max_off_policy_steps = 0: "
+                "after a restart samples come from newer weights than they would have without it"
+            )
+        if not self.run.harvest and self.algorithm.max_off_policy_steps:
+            raise ValueError(
+                "algorithm.max_off_policy_steps = 1 needs run.harvest = true: on the trainer's own GPUs nobody generates while it trains"
+            )
         if not self.run.harvest and self.reserved.workers == 0:
             raise ValueError("run.harvest = false needs reserved.workers >= 1: somebody must generate")
         return self

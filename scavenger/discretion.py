@@ -32,6 +32,8 @@ METRICS = frozenset({
     "clip_fraction", "mismatch_k3", "mismatch_max", "truncated_fraction", "lr", "updates", "grad_norm", "moves", "micro_steps", "seconds",
     "seconds_seed", "seconds_wait", "seconds_reward", "seconds_train", "seconds_update", "seconds_publish", "masked_fraction",
     "groups_asked", "eval_sampled", "eval_greedy", "eval_length_mean", "eval_cut_fraction", "rewards_late",
+    "entropy", "seconds_checkpoint", "staleness_mean", "staleness_max", "tokens_reserved", "tokens_harvested", "tokens_unknown",
+    "tokens_wasted", "tokens_per_s_reserved", "tokens_per_s_harvested", "gpu_hours_trainer", "gpu_hours_reserved", "gpu_hours_harvested",
     *(f"eval_pass_at_{1 << power}" for power in range(13)),
 })  # fmt: skip
 

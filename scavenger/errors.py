@@ -77,6 +77,10 @@ class LedgerRestored(Refused):
     """The ledger was put back to an earlier state, which does not know this attempt; this trainer must end and be started again."""
 
 
+class CheckpointFailed(ScavengerError):
+    """A checkpoint could not be written; those before it are whole."""
+
+
 class CheckpointAhead(Refused):
     """The checkpoint is of a later step than the ledger's last, `last_step`: an older one may be resumed from."""
 

@@ -1,8 +1,9 @@
 """`python -m trainer run.toml [--resume auto|none|DIR] [--local]`: one rank of the training job.
 
 Owns the process: arguments, environment, the set-up and the exit. Started by an MPI launcher on every rank (`scripts/train.sbatch`),
-or alone. Exit codes: 0 finished, 2 bad configuration, 3 a newer attempt took over, 1 anything else. SIGTERM ends rank 0 at once and
-closes nothing: the run can be resumed.
+or alone. Exit codes: 0 finished, 2 bad configuration, 3 a newer attempt took over, 75 a rank hung (`watch`), 143 told to end, 1 anything
+else. SIGTERM (or SIGUSR1) makes rank 0 write a checkpoint of the last whole step and end; it closes nothing, so the run can be resumed.
+Before the run is open it ends at once.
 
 For tests of recovery only: `SCAVENGER_TEST_CRASH=between-publish-and-commit:STEP` kills rank 0 there with SIGKILL.
 """
@@ -12,7 +13,6 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import os
-import signal
 import socket
 import sys
 import traceback
@@ -31,14 +31,17 @@ from trainer import checkpoint
 from trainer.algorithms.rows import resolve
 from trainer.comm import Comm, Solo, connect, join, leave
 from trainer.data import Problems, open_tokenizer, stop_tokens
+from trainer.ending import TOLD_EXIT, Ending, ToldToEnd, ignore
 from trainer.local import LocalRun, LocalSource
 from trainer.loop import Loop, Source, Start
 from trainer.model import Learner, model_config_text
 from trainer.monitor import Monitor
+from trainer.monitors import chosen
 from trainer.ranks import Ranks, serve
 from trainer.rewards import RewardRunner
 from trainer.scoring import Scoring
 from trainer.step import Run
+from trainer.watch import Here, Watch, meet
 
 STALE_EXIT = 3
 CRASH_VARIABLE = "SCAVENGER_TEST_CRASH"
@@ -93,6 +96,15 @@ def make_learner(config: RunConfig, comm: Comm) -> Learner:
     )
 
 
+def watched(config: RunConfig, comm: Comm, stack: ExitStack) -> Here:
+    """All ranks: begin to watch one another. Where this rank is, for it to say."""
+    here = Here()
+    watch = Watch(meet(comm), here, stuck_s=config.trainer.stuck_s, end_s=config.trainer.stuck_end_s)
+    watch.start()
+    stack.callback(watch.stop)
+    return here
+
+
 def restore(config: RunConfig, ranks: Ranks, resume: str) -> Start:
     """Load the chosen checkpoint on all ranks. Raises `ConfigError` when it belongs to another run."""
     path = checkpoint.select(config.run.out_dir, resume)
@@ -107,32 +119,39 @@ def restore(config: RunConfig, ranks: Ranks, resume: str) -> Start:
         )
     ranks.load(path, state.updates_taken)
     print(f"resumed from {path}, after step {state.step}", flush=True)
-    return Start(state.step, state.root, path, state.cursor)
+    return Start(state.step, state.root, path, state.cursor, state.owes_evaluation)
 
 
 def set_aside(config: RunConfig, start: Start, attempt: int) -> None:
-    """Keep later resumes off checkpoints that are not of the history which `attempt` goes on with."""
+    """Keep later resumes off checkpoints that are not of the history which `attempt` goes on with, and off unfinished ones."""
+    checkpoint.sweep(config.run.out_dir)
     for path in checkpoint.abandon(config.run.out_dir, start.step, start.path, attempt):
         print(f"attempt {attempt} starts after step {start.step}: a later checkpoint is now {path.name}", flush=True)
 
 
-def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> None:
-    """Rank 0: set everything up, run the loop, close the run as what it became."""
+def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> int:
+    """Rank 0: set everything up, run the loop, close the run as what it became. Returns the exit code."""
     tokenizer = open_tokenizer(config.model.path)
     problems = Problems(config, tokenizer, print)
     spec, how, crash_at = engine_spec(config), sampling(config), crash_step(os.environ.get(CRASH_VARIABLE, ""))
     with ExitStack() as stack:
         reward = config.reward
         runner = stack.enter_context(_runner(reward))
-        ranks = Ranks(comm, make_learner(config, comm))
-        monitor = Monitor(config.run.out_dir, steps=config.run.steps)
-        stack.callback(monitor.close)
+        ranks = Ranks(comm, make_learner(config, comm), watched(config, comm, stack))
         start, run, source = begin(config, spec, ranks, stack, options)
+        monitor = Monitor(config.run.out_dir, steps=config.run.steps, more=chosen(config, start.step + 1))
+        stack.callback(monitor.close)
         set_aside(config, start, run.attempt)
         scoring = Scoring(runner, tokenizer, reward, config.algorithm, monitor.say, config.sampling.max_tokens)
-        loop = Loop(config, run, ranks, source, scoring, problems, how, monitor, start, crash_at)
+        ending = Ending()
+        ending.listen()
+        loop = Loop(config, run, ranks, source, scoring, problems, how, monitor, start, crash_at, ending)
         try:
             loop.run()
+        except ToldToEnd as told_by:
+            monitor.say(f"{told_by}: the trainer ends; the run can be resumed")
+            ranks.stop()
+            return TOLD_EXIT
         except (StaleAttempt, LedgerRestored):
             raise  # the run is another trainer's, or is to be resumed: it stays open
         except BaseException as error:
@@ -140,6 +159,7 @@ def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> None:
             raise
         run.close_run("finished")
         ranks.stop()
+    return 0
 
 
 def _runner(reward: RewardSection) -> RewardRunner:
@@ -226,22 +246,25 @@ def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "0")) or torch.get_num_threads())
     comm: Comm = Solo()
+    code = 0
     try:
         config = configs.read_run(options.config)
         comm = Solo() if options.local else connect(config.trainer.idle_poll_ms)
         if comm.rank == 0:
-            lead(config, comm, options)
+            code = lead(config, comm, options)
         else:
             # A job that Slurm ends leaves its run to be resumed. Were another rank gone before rank 0, rank 0 would take it for a
             # failure and close the run; so rank 0 goes first, and its launcher ends the rest.
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            serve(comm, make_learner(config, comm))
+            ignore()
+            with ExitStack() as stack:
+                learner = make_learner(config, comm)
+                serve(comm, learner, watched(config, comm, stack))
         leave()
     except ScavengerError as error:
         return _ended(comm, error, f"error: {error}")
     except BaseException as error:  # noqa: BLE001  reported whole; other ranks may wait in a collective, so the job must end
         return _ended(comm, error, traceback.format_exc())
-    return 0
+    return code
 
 
 def _ended(comm: Comm, error: BaseException, text: str) -> int:

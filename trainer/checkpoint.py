@@ -1,7 +1,8 @@
 """Checkpoints: model and optimizer by torch.distributed.checkpoint in safetensors files, the rest in one JSON file.
 
-Owns the folder `<out_dir>/checkpoints`. A checkpoint is complete when its folder has its final name: it is written under another
-name, flushed, and renamed. One is deleted only after the ledger was told which are kept. Sharded tensors carry their offsets, so a
+Owns the folder `<out_dir>/checkpoints`: names, completeness, which are kept; `saving` writes into it. A checkpoint is complete when its
+folder has its final name: it is written under another name, flushed, and renamed. One is deleted only after the ledger was told which
+are kept. Sharded tensors carry their offsets, so a
 resume may use another number of ranks. The trainer draws no random numbers (see `model`), and its problems follow from the step, so
 neither a generator nor a cursor has more state than `step`.
 
@@ -19,11 +20,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
-from scavenger.errors import ConfigError
+from scavenger.errors import ConfigError, StaleAttempt
 from trainer.model import Learner
 
 STATE_FILE = "trainer.json"
@@ -34,7 +34,8 @@ _NAME = re.compile(r"step-(\d{8,})")
 class State(msgspec.Struct, frozen=True):
     """`version`/`root` (hex): the published weights of this checkpoint. `cursor`: training problems taken so far.
 
-    `attempt`: the run's attempt that wrote it; 0 = written before attempts were noted.
+    `attempt`: the run's attempt that wrote it; 0 = written before attempts were noted. `weights_dtype`: in which type the version was
+    published, "" = written before that was noted. `owes_evaluation`: the one due at this step was not made.
     """
 
     step: int
@@ -46,6 +47,8 @@ class State(msgspec.Struct, frozen=True):
     dtype: str
     attempt: int = 0
     format: int = FORMAT
+    weights_dtype: str = ""
+    owes_evaluation: bool = False
 
 
 class Surplus(NamedTuple):
@@ -63,23 +66,24 @@ def name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def partial(out_dir: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is written before it is complete."""
-    return folder(out_dir) / f".{name(step)}.partial"
+def partial(out_dir: Path, step: int, attempt: int) -> Path:
+    """Where an attempt writes the checkpoint of `step` before it is complete."""
+    return folder(out_dir) / f".{name(step)}.attempt-{attempt}.partial"
 
 
-def prepare(out_dir: Path, step: int) -> Path:
+def prepare(out_dir: Path, step: int, attempt: int) -> Path:
     """Rank 0: an empty folder to write into."""
-    path = partial(out_dir, step)
+    path = partial(out_dir, step, attempt)
     if path.exists():
         shutil.rmtree(path)
     path.mkdir(parents=True)
     return path
 
 
-def save_shards(learner: Learner, path: Path) -> None:
-    """All ranks: write this rank's shards."""
-    save(learner.state(), storage_writer=HuggingFaceStorageWriter(str(path), save_distributed=True))
+def sweep(out_dir: Path) -> None:
+    """Rank 0, once an attempt was granted: delete what earlier lives were writing when they ended."""
+    for path in folder(out_dir).glob(".step-*.partial"):
+        shutil.rmtree(path)
 
 
 def load_shards(learner: Learner, path: Path, updates_taken: int) -> None:
@@ -89,14 +93,32 @@ def load_shards(learner: Learner, path: Path, updates_taken: int) -> None:
 
 
 def complete(out_dir: Path, state: State) -> Path:
-    """Rank 0, after all shards are written: make the checkpoint durable and visible. What `surplus` names is deleted later."""
-    source, target = partial(out_dir, state.step), folder(out_dir) / name(state.step)
+    """Rank 0, after all shards are written: make the checkpoint durable and visible. What `surplus` names is deleted later.
+
+    Raises `StaleAttempt` when another trainer completed one of this step meanwhile: this attempt set all later ones aside when it began.
+    """
+    source, target = partial(out_dir, state.step, state.attempt), folder(out_dir) / name(state.step)
     (source / STATE_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(state)) + b"\n")
     for path in [*source.iterdir(), source]:
         _sync(path)
-    if target.exists():  # an earlier life of the run got as far; this one is as good and newer
+    if (target / STATE_FILE).is_file():
+        raise StaleAttempt(
+            f"{target} was written by another trainer of this run, attempt {read_state(target).attempt}; this is attempt {state.attempt}",
+            "end this job; only the newest trainer of a run goes on",
+        )
+    if target.exists():  # a deletion that was killed left it
         shutil.rmtree(target)
     source.rename(target)
+    _sync(target.parent)
+    return target
+
+
+def disown(path: Path, attempt: int) -> Path:
+    """Set aside a checkpoint that turned out to be of a history which was left; nothing resumes from it. Returns its new name."""
+    target = path.with_name(f"{path.name}.abandoned-{attempt}")
+    if target.exists():  # without a ledger every attempt is the first
+        shutil.rmtree(target)
+    path.rename(target)
     _sync(target.parent)
     return target
 
@@ -129,6 +151,11 @@ def found(out_dir: Path) -> list[Path]:
     return [path for _, path in sorted(named) if (path / STATE_FILE).is_file()]
 
 
+def steps(out_dir: Path) -> list[int]:
+    """Of the complete checkpoints of the present history."""
+    return [read_state(path).step for path in found(out_dir)]
+
+
 def abandoned(out_dir: Path) -> list[Path]:
     """Checkpoints of histories that a later attempt left behind."""
     return sorted(folder(out_dir).glob("step-*.abandoned-*"))
@@ -144,13 +171,7 @@ def abandon(out_dir: Path, step: int, start: Path | None, attempt: int) -> list[
         own = start is not None and path.resolve() == start.resolve()
         if own or read_state(path).step < step:
             continue
-        target = path.with_name(f"{path.name}.abandoned-{attempt}")
-        if target.exists():  # without a ledger every attempt is the first
-            shutil.rmtree(target)
-        path.rename(target)
-        renamed.append(target)
-    if renamed:
-        _sync(folder(out_dir))
+        renamed.append(disown(path, attempt))
     return renamed
 
 

@@ -1,8 +1,8 @@
 """How ranks talk: frames of bytes over MPI, no pickle. Tensors move by torch.distributed, which `join` sets up.
 
-Owns the launcher check and the waiting. Rank 0 alone waits for samples; the other ranks look for a frame and sleep `idle_poll_s`
-between looks, because MPI's blocking receive spins on a whole core. One thread a rank (the main one) calls MPI, and never while the
-rank is inside a torch collective.
+Owns the launcher check and the waiting; frames need no torch, which only `join` and `leave` import. Rank 0 alone waits for samples; the
+other ranks look for a frame and sleep `idle_poll_s` between looks, because MPI's blocking receive spins on a whole core. One thread a
+rank (the main one) calls MPI, and never while the rank is inside a torch collective.
 """
 
 from __future__ import annotations
@@ -12,14 +12,12 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
-
-import torch
-import torch.distributed as dist
-from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from typing import TYPE_CHECKING, Any, Protocol
 
 from scavenger.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 COMMAND_TAG, RESULT_TAG = 1, 2
 _RESULT_POLL_S = 0.0005
@@ -157,6 +155,11 @@ def join(comm: Comm) -> DeviceMesh:
 
     Rank 0 takes a port that the system gives and tells the others over MPI; 127.0.0.1 when all share a host.
     """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
+    from torch.distributed.device_mesh import init_device_mesh
+
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.cuda.set_device(_local_rank() % torch.cuda.device_count())
@@ -175,6 +178,8 @@ def join(comm: Comm) -> DeviceMesh:
 
 def leave() -> None:
     """Undo `join`."""
+    import torch.distributed as dist
+
     if dist.is_initialized():
         dist.destroy_process_group()
 

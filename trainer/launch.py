@@ -32,6 +32,8 @@ from trainer.embedded import EmbeddedDaemon
 from trainer.reserved import Engine, Place, die_with_parent
 
 POLL_S = 0.2
+#: Signals that tell the job to end.
+ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 PROBE = "import sys; from mpi4py import MPI; sys.exit(MPI.COMM_WORLD.Get_size() != int(sys.argv[1]))"
 OPEN_MPI = {
     "OMPI_MCA_btl": "self,tcp",
@@ -53,6 +55,7 @@ class Plan:
     engine: tuple[str, ...]
     places: tuple[Place, ...]
     nodes: int
+    grace_s: float = 0.0  # what the ranks may take to write a checkpoint when the job is told to end
     daemon: EmbeddedDaemon | None = None  # the run's own, not started yet
 
 
@@ -79,7 +82,7 @@ def plan(config: RunConfig, run_toml: Path, arguments: Sequence[str], environ: M
         assert config.daemon.config is not None
         log = config.run.out_dir / "daemon.log"
         own = EmbeddedDaemon(python, config.daemon.config, config.run.state_dir, environ, log)
-    return Plan(python, int(text), slurm, launcher, trainer, engine, where, nodes, own)
+    return Plan(python, int(text), slurm, launcher, trainer, engine, where, nodes, config.checkpoint.grace_s, own)
 
 
 def _places(workers: int, environ: Mapping[str, str]) -> tuple[tuple[Place, ...], int]:
@@ -148,7 +151,7 @@ def run(made: Plan, environ: Mapping[str, str]) -> int:
 
     Raises `Refused` when no reserved engine gets in. However it ends, the run is not closed here: whoever starts the job again goes on.
     """
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in ENDS:
         signal.signal(number, _raise_ended)
     engines = [Engine(engine_argv(made, number), environ, number) for number in range(len(made.places))]
     ranks: subprocess.Popen[bytes] | None = None
@@ -168,15 +171,31 @@ def run(made: Plan, environ: Mapping[str, str]) -> int:
         return ranks.returncode
     except _Ended as ended:
         print(f"launch: {ended}: the job ends; the run can be resumed", flush=True)
-        return 128 + signal.Signals[str(ended)]
+        if ranks is not None:
+            _let_save(ranks, made.grace_s)
+        return 128 + (signal.SIGINT if str(ended) == "SIGINT" else signal.SIGTERM)
     finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in ENDS:
             signal.signal(number, signal.SIG_IGN)
         reserved.end([process for process in (ranks, *(engine.process for engine in engines)) if process is not None])
         for engine in engines:
             engine.forget()
         if made.daemon is not None:
             made.daemon.stop()
+
+
+def _let_save(ranks: subprocess.Popen[bytes], grace_s: float) -> None:
+    """Have rank 0 write a checkpoint, and wait until the ranks are gone, `grace_s` at most, or until the job is told once more to end.
+
+    SIGUSR1, because mpirun passes it on and goes on; a SIGTERM it would follow up with SIGKILL after a second.
+    """
+    again: list[int] = []
+    for number in ENDS:
+        signal.signal(number, lambda number, frame: again.append(number))
+    ranks.send_signal(signal.SIGUSR1)
+    deadline = time.monotonic() + grace_s
+    while ranks.poll() is None and not again and time.monotonic() < deadline:
+        time.sleep(POLL_S)
 
 
 def _check(engines: Sequence[Engine]) -> None:

@@ -122,7 +122,7 @@ class LocalRun:
         group.samples.append(
             wire.DoneSample(
                 sample.id, sample.index, wire.pack_tokens(sample.tokens), wire.pack_logprobs(sample.logprobs),
-                wire.pack_logprobs(sample.raw_logprobs), delta.finish, 0,
+                wire.pack_logprobs(sample.raw_logprobs), delta.finish, 0, by_reserved=len(sample.tokens),
             )
         )  # fmt: skip
         group.open -= 1

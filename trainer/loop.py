@@ -1,9 +1,13 @@
 """The run on rank 0, from its first version to its last step. Reads top-down.
 
 A version published "at step s" is the weights after s optimizer steps; step s + 1 samples from it. The order at a step's end is what a
-restart relies on: weights are published, then the step is committed, then perhaps evaluated, then perhaps a checkpoint covers it. A
-trainer killed in between starts from an older checkpoint and publishes those weights as a new version; the daemon sees equal root hashes
-and delivers what was already generated. The checkpoint comes last because a resume does not look back: what is due at its step is done.
+restart relies on: weights are published, then the step is committed, then perhaps evaluated, then perhaps a checkpoint of it is begun,
+which is written while the next step runs and counts once it is complete (`saving`). A trainer killed in between starts from an older
+checkpoint and publishes those weights as a new version; the daemon sees equal root hashes and delivers what was already generated. The
+checkpoint comes last because a resume does not look back: what is due at its step is done, or it says that it owes it.
+
+A trainer that is told to end stops where it is within a step, whose gradients are dropped, and writes a checkpoint of the last whole
+step: whoever goes on from it is given the step's samples again, with every token that there is.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -23,9 +27,12 @@ from scavenger.weights.memory import Buffer
 from scavenger.weights.spool import Spool
 from trainer import checkpoint
 from trainer.data import Problem, Problems
+from trainer.ending import Ending, ToldToEnd
 from trainer.evaluation import Judgement, summarise
+from trainer.inbox import Inbox
 from trainer.monitor import Monitor
 from trainer.ranks import Ranks
+from trainer.saving import Checkpoints
 from trainer.scoring import Scoring, specs
 from trainer.step import Run, Stepper
 
@@ -42,13 +49,35 @@ class Source(Protocol):
 class Start:
     """Where this attempt starts: after `step` steps; `root` (hex) is what its weights must hash to ("" = unknown).
 
-    `path`: the checkpoint that was loaded, None for none. `cursor`: training problems taken so far.
+    `path`: the checkpoint that was loaded, None for none. `cursor`: training problems taken so far. `owes_evaluation`: the one after
+    these steps was not made.
     """
 
     step: int = 0
     root: str = ""
     path: Path | None = None
     cursor: int = 0
+    owes_evaluation: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """The last whole step, and what a checkpoint of it says."""
+
+    step: int
+    version: int
+    root: bytes
+    cursor: int
+    owes_evaluation: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A step whose samples were submitted: with which version, and where its problems begin in the data."""
+
+    version: int
+    cursor: int
+    problems: list[Problem]
 
 
 class Loop:
@@ -66,6 +95,7 @@ class Loop:
         monitor: Monitor,
         start: Start,
         crash_at: int = 0,
+        ending: Ending | None = None,
     ) -> None:
         self._config = config
         self._run = run
@@ -77,7 +107,11 @@ class Loop:
         self._monitor = monitor
         self._start = start
         self._crash_at = crash_at
-        self._stepper = Stepper(config, run, ranks, scoring, sampling)
+        self._ending = ending or Ending()
+        self._checkpoints = Checkpoints(config.run.out_dir, config.checkpoint.keep, run, ranks)
+        self._inbox = Inbox(run)
+        self._stepper = Stepper(config, run, ranks, scoring, sampling, self._between, self._inbox)
+        self._asked: dict[int, Asked] = {}
         self._held_out: list[Problem] = problems.held_out()
         self._root = b""
         folder = config.weights.spool_dir
@@ -85,26 +119,56 @@ class Loop:
         self._cursor = start.cursor
 
     def run(self) -> None:
-        """Train to the last step. Raises what stops it; the caller closes the run."""
-        steps = self._config.run.steps
+        """Train to the last step. Raises what stops it, `ToldToEnd` once a checkpoint is written; the caller closes the run."""
         version = self._publish(self._start.step)
         if self._start.root and self._root.hex() != self._start.root:
             raise WeightsError("the checkpoint's weights are not those that were published from it", "resume from another checkpoint")
         self._stepper.set_reserved(True)
-        if self._start.step == 0:
-            self._evaluate(0, version)
+        self._settle(self._start.step, version, owes_evaluation=self._start.step == 0 or self._start.owes_evaluation)
+        try:
+            self._train()
+        except ToldToEnd:
+            self._checkpoint_at_end()
+            raise
+
+    def _train(self) -> None:
+        steps = self._config.run.steps
+        self._evaluate_if_owed()
         for step in range(self._start.step + 1, steps + 1):
-            result = self._stepper.step(step, version, self._take(self._config.data.prompts_per_step), self._take)
+            self._between()
+            for ahead in range(step, min(step + self._config.algorithm.max_off_policy_steps, steps) + 1):
+                self._ask(ahead)
+            asked = self._asked.pop(step)
+            version = asked.version
+            result = self._stepper.step(step, version, asked.problems, self._take)
             published, seconds = self._timed_publish(step)
             self._crash_for_test(step)
-            metrics = result.metrics | {"seconds_publish": seconds}
+            metrics = result.metrics | {"seconds_publish": seconds, "seconds_checkpoint": self._checkpoints.take_seconds()}
             self._run.commit(step, version, result.outcomes, metrics)
             self._monitor.step(step, self._run.attempt, version, metrics, result.phase_log)
-            version = published
-            if step == steps or (self._config.eval.every and step % self._config.eval.every == 0):
-                self._evaluate(step, version)
+            due = step == steps or bool(self._config.eval.every and step % self._config.eval.every == 0)
+            self._settle(step, published, owes_evaluation=due)
+            self._evaluate_if_owed()
             if step % self._config.checkpoint.every == 0 or step == steps:
-                self._checkpoint(step, version)
+                self._checkpoint()
+        self._checkpoints.finish()
+
+    def _ask(self, step: int) -> None:
+        """Have a step's samples generated with the newest weights, once. With `max_off_policy_steps` its turn comes before its step's."""
+        if step not in self._asked:
+            at = self._settled
+            cursor, problems = self._cursor, self._take(self._config.data.prompts_per_step)
+            self._asked[step] = Asked(at.version, cursor, problems)
+            self._stepper.ask(step, at.version, problems, step - 1 - at.step, self._take)
+
+    def _between(self) -> None:
+        """At any moment at which parameters are those of a whole step."""
+        self._checkpoints.advance()
+        self._ending.check()
+
+    def _settle(self, step: int, version: int, *, owes_evaluation: bool) -> None:
+        cursor = min((asked.cursor for asked in self._asked.values()), default=self._cursor)  # what was asked in advance is asked again
+        self._settled = Settled(step, version, self._root, cursor, owes_evaluation)
 
     def _take(self, count: int) -> list[Problem]:
         """The next problems of the data."""
@@ -128,20 +192,29 @@ class Loop:
         started = time.monotonic()
         return self._publish(step), time.monotonic() - started
 
-    def _checkpoint(self, step: int, version: int) -> None:
-        config = self._config
-        out_dir = config.run.out_dir
-        self._ranks.save(checkpoint.prepare(out_dir, step))
-        state = checkpoint.State(
-            step, version, self._root.hex(), self._cursor, config.run.seed,
-            self._ranks.updates_taken, "float64" if config.run.deterministic else "float32", self._run.attempt,
+    def _checkpoint(self) -> None:
+        config, at = self._config, self._settled
+        self._checkpoints.begin(
+            checkpoint.State(
+                at.step, at.version, at.root.hex(), at.cursor, config.run.seed,
+                self._ranks.updates_taken, "float64" if config.run.deterministic else "float32", self._run.attempt,
+                weights_dtype=config.weights.dtype, owes_evaluation=at.owes_evaluation,
+            )
         )  # fmt: skip
-        path = checkpoint.complete(out_dir, state)
-        kept, going = checkpoint.surplus(out_dir, path, config.checkpoint.keep)
-        self._run.checkpoint(step, version, self._root, str(path), kept)
-        checkpoint.delete(going)
+
+    def _checkpoint_at_end(self) -> None:
+        """The trainer was told to end: a checkpoint of the last whole step, unless there is one, or it is the beginning."""
+        self._checkpoints.finish()
+        if self._settled.step and self._settled.step not in checkpoint.steps(self._config.run.out_dir):
+            self._checkpoint()
+            self._checkpoints.finish()
 
     # ---------------------------------------------------------------- evaluation
+
+    def _evaluate_if_owed(self) -> None:
+        if self._settled.owes_evaluation:
+            self._evaluate(self._settled.step, self._settled.version)
+            self._settled = replace(self._settled, owes_evaluation=False)
 
     def _evaluate(self, step: int, version: int) -> None:
         """Held-out problems through the same engines: `eval.samples` answers at temperature 1, and one greedy."""
@@ -154,11 +227,14 @@ class Loop:
         for place, (mode, n, temperature) in enumerate((("sampled", self._config.eval.samples, 1.0), ("greedy", 1, 0.0))):
             how = wire.Sampling(sampling.max_tokens, temperature, 1.0, 0, sampling.stop_token_ids, stop=sampling.stop)
             groups += specs(problems, n=n, sampling=how, offset=place * len(problems), mark={"mode": mode})
-        waiting = set(self._run.submit(step, version, groups, "eval"))
+        ids = self._run.submit(step, version, groups, "eval")
+        self._inbox.expect("eval", step, ids)
+        waiting = set(ids)
         found: dict[int, list[Judgement]] = {}
         outcomes: list[wire.SampleOutcome] = []
         while waiting:
-            for group in self._run.poll(POLL_S):
+            self._between()
+            for group in self._inbox.poll("eval", step, POLL_S):
                 waiting.remove(group.group_id)
                 judged = self._scoring.rewards(group)
                 found[group.prompt_index] = [Judgement(r, len(s.tokens) // 4, s.finish == "length") for s, r, why in judged if not why]

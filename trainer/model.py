@@ -62,6 +62,7 @@ class RowStats(msgspec.Struct, frozen=True):
     mismatch_k3: float
     mismatch_max: float
     truncated: float
+    entropy: float = 0.0
 
 
 def load_model(folder: Path, dtype: torch.dtype, attention: str = "sdpa") -> Any:
@@ -170,6 +171,7 @@ class Learner:
         terms.loss.backward()  # type: ignore[no-untyped-call]
         columns = (
             terms.tokens, terms.kept, terms.losses, terms.kl, terms.clipped, terms.mismatch_k3, terms.mismatch_max, terms.truncated,
+            terms.entropy,
         )  # fmt: skip
         table = torch.stack([column.double() for column in columns], dim=1).tolist()
         return tuple(

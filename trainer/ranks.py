@@ -1,7 +1,8 @@
 """What rank 0 asks of all ranks, one command at a time; every rank runs the same commands in the same order.
 
 Owns the command vocabulary and its table of effects. `Ranks` is rank 0's end, `serve` the others'. All commands but `Stop` are
-collectives of torch.distributed; their frames travel over MPI before, their answers after, never during.
+collectives of torch.distributed; their frames travel over MPI before, their answers after, never during. `Save` begins only: what it
+copied is written by threads of their own, which every rank has ended before it leaves.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from trainer import checkpoint, publish
 from trainer.batching import Micro
 from trainer.comm import Comm
 from trainer.model import Learner, RowStats
+from trainer.saving import Saver
+from trainer.watch import Here
 
 
 class Train(msgspec.Struct, frozen=True, tag=True):
@@ -56,7 +59,17 @@ _row_stats: msgspec.msgpack.Decoder[tuple[RowStats, ...]] = msgspec.msgpack.Deco
 _logprobs: msgspec.msgpack.Decoder[dict[int, bytes]] = msgspec.msgpack.Decoder(dict[int, bytes])
 
 
-def execute(learner: Learner, command: Command) -> bytes:
+def told(command: Command) -> str:
+    """A command in words, for the watchdog."""
+    match command:
+        case Train(micro) | Proximal(micro):
+            return f"{type(command).__name__} of {len(micro.rows)} samples, {sum(row.tokens for row in micro.rows)} tokens"
+        case Save(path) | Load(path):
+            return f"{type(command).__name__} {path}"
+    return type(command).__name__
+
+
+def execute(learner: Learner, saver: Saver, command: Command) -> bytes:
     """This rank's part of a command; returns the frame that rank 0 gets."""
     match command:
         case Train(micro):
@@ -69,29 +82,35 @@ def execute(learner: Learner, command: Command) -> bytes:
             for _ in publish.gather(learner, dtype):
                 pass
         case Save(path):
-            checkpoint.save_shards(learner, Path(path))
+            saver.begin(learner.state(), Path(path))
         case Load(path, updates_taken):
             checkpoint.load_shards(learner, Path(path), updates_taken)
         case Stop():
-            pass
+            saver.wait()
     return b""
 
 
-def serve(comm: Comm, learner: Learner) -> None:
-    """Every rank but 0: do what rank 0 says until it says stop."""
+def serve(comm: Comm, learner: Learner, here: Here | None = None) -> None:
+    """Every rank but 0: do what rank 0 says until it says stop. `here` is told where it is."""
+    saver, here = Saver(), here or Here()
     while True:
-        command = _commands.decode(comm.receive())
+        with here.at("waiting for rank 0", idle=True):
+            command = _commands.decode(comm.receive())
+        with here.at(told(command), command=True):
+            frame = execute(learner, saver, command)
         if isinstance(command, Stop):
             return
-        comm.reply(execute(learner, command))
+        comm.reply(frame)
 
 
 class Ranks:
     """Rank 0's end: each method runs one command on all ranks, its own included."""
 
-    def __init__(self, comm: Comm, learner: Learner) -> None:
+    def __init__(self, comm: Comm, learner: Learner, here: Here | None = None) -> None:
         self._comm = comm
+        self._here = here or Here()
         self._learner = learner
+        self._saver = Saver()
         self._pool = Pool(most=4)
 
     @property
@@ -103,9 +122,11 @@ class Ranks:
         return self._learner.updates_taken
 
     def _all(self, commands: Sequence[Command]) -> list[bytes]:
-        self._comm.send([_encode(command) for command in commands])
-        mine = execute(self._learner, commands[0])
-        return [mine, *self._comm.replies()]
+        with self._here.at(told(commands[0]), command=True):
+            self._comm.send([_encode(command) for command in commands])
+            mine = execute(self._learner, self._saver, commands[0])
+        with self._here.at(f"waiting for answers to {told(commands[0])}"):
+            return [mine, *self._comm.replies()]
 
     def train(self, one_round: Sequence[Micro]) -> list[RowStats]:
         """One micro-step: micro-batch r on rank r. Gradients add to those of the step."""
@@ -125,17 +146,29 @@ class Ranks:
 
     def build_version(self, version: int, dtype: str) -> tuple[Manifest, Buffer]:
         """Gather, cast, lay out and hash the present weights."""
-        self._comm.send([_encode(Gather(dtype))] * self.size)
-        made = publish.build_version(version, self._learner, dtype, self._pool.take)
+        with self._here.at(f"Gather of version {version}", command=True):
+            self._comm.send([_encode(Gather(dtype))] * self.size)
+            made = publish.build_version(version, self._learner, dtype, self._pool.take)
         self._pool.give(made[1])  # for a later version, once nobody serves or reads this one
-        self._comm.replies()
+        with self._here.at(f"waiting for answers to Gather of version {version}"):
+            self._comm.replies()
         return made
 
     def save(self, path: Path) -> None:
+        """Begin to write the present parameters and optimizer state; returns when they are copied."""
         self._all([Save(str(path))] * self.size)
+
+    def is_saved(self) -> bool:
+        """Whether all ranks have written what `save` began last. Raises `CheckpointFailed`."""
+        return self._saver.is_written()
+
+    def wait_saved(self) -> None:
+        with self._here.at("waiting for a checkpoint to be written"):
+            self._saver.wait()
 
     def load(self, path: Path, updates_taken: int) -> None:
         self._all([Load(str(path), updates_taken)] * self.size)
 
     def stop(self) -> None:
         self._comm.send([_encode(Stop())] * self.size)
+        execute(self._learner, self._saver, Stop())

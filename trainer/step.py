@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -19,11 +19,12 @@ import msgspec
 
 from scavenger import phases, wire
 from scavenger.config import RunConfig
-from scavenger.errors import WireError
 from scavenger.weights.manifest import Manifest
 from trainer.algorithms.rows import Counted, denominator
 from trainer.batching import Micro, Row, balanced, mini_batch_alone, mini_batch_of, one_per_group, rounds, spread
 from trainer.data import Problem
+from trainer.figures import Capacity, Seconds, Sources, summarise
+from trainer.inbox import Inbox
 from trainer.model import RowStats, learning_rate
 from trainer.ranks import Ranks
 from trainer.scoring import Judged, ScoredGroup, Scoring, specs
@@ -53,17 +54,6 @@ class Run(Protocol):
     def close_run(self, state: str, reason: str = "") -> None: ...
 
 
-@dataclass(slots=True)
-class Seconds:
-    """Where a step's time went. `seed`: the trainer's own GPUs generated; `wait`: they waited for others' groups."""
-
-    seed: float = 0.0
-    wait: float = 0.0
-    reward: float = 0.0
-    train: float = 0.0
-    update: float = 0.0
-
-
 @dataclass(frozen=True, slots=True)
 class StepResult:
     outcomes: tuple[wire.SampleOutcome, ...]
@@ -79,6 +69,10 @@ def _no_more(count: int) -> Sequence[Problem]:
     raise ValueError("this step has no data to replace prompts from")
 
 
+def _nothing() -> None:
+    pass
+
+
 @dataclass(slots=True)
 class _Work:
     """One step under way. `stash`: rows of later mini-batches, by mini-batch and group, with their proximal logprobs."""
@@ -89,6 +83,7 @@ class _Work:
     width: int
     mini_batch: dict[int, int]
     submitted: set[int]
+    capacity: Capacity
     scored: dict[int, ScoredGroup] = field(default_factory=dict)
     tokens: dict[int, int] = field(default_factory=dict)  # of each group that came, prompts included
     judged: list[Judged] = field(default_factory=list)
@@ -98,34 +93,57 @@ class _Work:
     seconds: Seconds = field(default_factory=Seconds)
     grad_norms: list[float] = field(default_factory=list)
     divisors: dict[int, float] = field(default_factory=dict)
-    moves: int = 0
+    staleness: int = 0
+    sources: Sources = field(default_factory=Sources)
     micro_steps: int = 0
 
 
 class Stepper:
-    """Runs the steps of one attempt. `reserved_awake` is what the reserved engines were last told."""
+    """Runs the steps of one attempt. `reserved_awake` is what the reserved engines were last told.
 
-    def __init__(self, config: RunConfig, run: Run, ranks: Ranks, scoring: Scoring, sampling: wire.Sampling) -> None:
+    `between` is called often while a step's groups come and are trained, never once its parameters begin to change.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run: Run,
+        ranks: Ranks,
+        scoring: Scoring,
+        sampling: wire.Sampling,
+        between: Callable[[], None] = _nothing,
+        inbox: Inbox | None = None,
+    ) -> None:
         self._config = config
+        self._inbox = inbox or Inbox(run)
+        self._ahead: dict[int, _Work] = {}  # steps that were submitted and not begun
         self._run = run
         self._ranks = ranks
         self._scoring = scoring
         self._sampling = sampling
+        self._between = between
         self._has_reserved = config.reserved.workers > 0
         self._barrier = scoring.recipe.row.streaming == "barrier"
         self.reserved_awake = False
 
-    def step(self, step: int, version: int, problems: Sequence[Problem], more: More = _no_more) -> StepResult:
-        """Generate with `version`, train, take the optimizer step. The commit is the caller's.
+    def ask(self, step: int, version: int, problems: Sequence[Problem], staleness: int = 0, more: More = _no_more) -> None:
+        """Have the samples of a step generated with `version`, whose weights are `staleness` steps older than those that will train them.
 
         `more(n)`: the n problems that follow in the data, for those that are replaced.
         """
+        self._ahead[step] = self._submit(step, version, problems, staleness, more)
+
+    def step(self, step: int, version: int, problems: Sequence[Problem], more: More = _no_more) -> StepResult:
+        """Generate with `version`, unless the step was asked for before; train, take the optimizer step. The commit is the caller's."""
         started = time.monotonic()
-        work = self._submit(step, version, problems, more)
+        if step not in self._ahead:
+            self.ask(step, version, problems, more=more)
+        work = self._ahead.pop(step)
+        work.capacity = Capacity(self._ranks.size, self._config.run.gpus_per_engine, started)
         fleet = self._run.fleet
         machine, actions = phases.begin(
             self._plan(problems), harvested=fleet.harvested, reserved_awake=self.reserved_awake, now=time.monotonic(),
-            close=WINDOW[fleet.window], why=fleet.window_reason,
+            close=self._close(fleet), why=fleet.window_reason,
         )  # fmt: skip
         events = self._perform(work, machine, actions)
         while machine.phase is not phases.Phase.FINISH:
@@ -141,6 +159,10 @@ class Stepper:
 
     # ---------------------------------------------------------------- before and during
 
+    def _close(self, fleet: wire.Fleet) -> bool | None:
+        """What the daemon decided of the window: with steps in advance it speaks of the newest, which is not this one."""
+        return None if self._config.algorithm.max_off_policy_steps else WINDOW[fleet.window]
+
     def _plan(self, problems: Sequence[Problem]) -> phases.Plan:
         config = self._config
         return phases.Plan(
@@ -153,19 +175,23 @@ class Stepper:
             round_groups=self._ranks.size,
         )
 
-    def _submit(self, step: int, version: int, problems: Sequence[Problem], more: More) -> _Work:
+    def _submit(self, step: int, version: int, problems: Sequence[Problem], staleness: int, more: More) -> _Work:
         config = self._config
-        work = _Work(step, version, more, width=config.model.context_length, mini_batch={}, submitted=set())
+        capacity = Capacity(self._ranks.size, config.run.gpus_per_engine, time.monotonic())
+        work = _Work(step, version, more, width=config.model.context_length, mini_batch={}, submitted=set(), capacity=capacity)
+        work.staleness = staleness
         if not self._scoring.recipe.dynamic:
             work.width = max(len(problem.tokens) for problem in problems) + self._sampling.max_tokens
             work.mini_batch = mini_batch_of(config.run.seed, step, [one.index for one in problems], config.algorithm.updates_per_step)
-        self._ask(work, problems)
+        self._submit_groups(work, problems)
         return work
 
-    def _ask(self, work: _Work, problems: Sequence[Problem]) -> None:
+    def _submit_groups(self, work: _Work, problems: Sequence[Problem]) -> None:
         config = self._config
         groups = specs(problems, n=config.data.samples_per_prompt, sampling=self._sampling)
-        work.submitted |= set(self._run.submit(work.step, work.version, groups))
+        ids = self._run.submit(work.step, work.version, groups)
+        self._inbox.expect("train", work.step, ids)
+        work.submitted |= set(ids)
         for problem in problems:
             alone = mini_batch_alone(config.run.seed, work.step, problem.index, config.algorithm.updates_per_step)
             work.mini_batch.setdefault(problem.index, alone)
@@ -182,7 +208,7 @@ class Stepper:
         count = min(flat, most - len(work.submitted))
         if count <= 0:
             return []
-        self._ask(work, work.more(count))
+        self._submit_groups(work, work.more(count))
         return [phases.GroupsAdded(count, count * config.data.samples_per_prompt)]
 
     def _perform(self, work: _Work, machine: phases.Step, actions: Sequence[phases.Action]) -> deque[phases.Event]:
@@ -201,8 +227,9 @@ class Stepper:
 
     def _observe(self, work: _Work, machine: phases.Step, timeout_s: float) -> list[phases.Event]:
         """What happened since the last look; a `Tick` when nothing did."""
+        self._between()
         before = time.monotonic()
-        arrived = self._run.poll(timeout_s)
+        arrived = self._inbox.poll("train", work.step, timeout_s)
         after = time.monotonic()
         if machine.reserved_awake:
             work.seconds.seed += after - before
@@ -210,15 +237,14 @@ class Stepper:
             work.seconds.wait += after - before
         events: list[phases.Event] = []
         fleet = self._run.fleet
+        work.capacity.look(fleet, after)
         if fleet.harvested != machine.harvested:
             events.append(phases.FleetChanged(fleet.harvested, fleet.reserved_awake + fleet.reserved_asleep))
-        if WINDOW[fleet.window] != machine.close:
-            events.append(phases.WindowDecided(WINDOW[fleet.window], fleet.window_reason))
+        if self._close(fleet) != machine.close:
+            events.append(phases.WindowDecided(self._close(fleet), fleet.window_reason))
         for group in arrived:
-            if group.group_id not in work.submitted:
-                raise WireError(f"group {group.group_id} of step {group.step} came while step {work.step} was under way")
             work.tokens[group.group_id] = sum(len(group.prompt) + len(sample.tokens) for sample in group.samples) // 4
-            work.moves += sum(sample.moves for sample in group.samples)
+            work.sources.add(group.samples, work.staleness)
             events.append(phases.GroupsCompleted(1, len(group.samples), 0 if self._arrive(work, group) else 1))
         events = self._replace(work, arrived) + events
         work.seconds.reward += time.monotonic() - after
@@ -244,8 +270,9 @@ class Stepper:
             return balanced(groups, budget=self._config.trainer.micro_batch_tokens, ranks=self._ranks.size)
         return rounds(spread(groups, budget=self._config.trainer.micro_batch_tokens, ranks=self._ranks.size), self._ranks.size)
 
-    def _train(self, work: _Work, groups: Sequence[Sequence[Row]]) -> None:
+    def _train(self, work: _Work, groups: Sequence[Sequence[Row]], between: Callable[[], None] = _nothing) -> None:
         for one_round in self._rounds(work, groups):
+            between()
             work.stats |= {stats.sample_id: stats for stats in self._ranks.train(one_round)}
             work.micro_steps += 1
 
@@ -256,7 +283,7 @@ class Stepper:
         taken, work.ready = work.ready[:count], work.ready[count:]
         first = [group.rows for group in taken if work.mini_batch[group.prompt_index] == 0]
         later = [group for group in taken if work.mini_batch[group.prompt_index] > 0]
-        self._train(work, first)
+        self._train(work, first, self._between)
         if later:
             self._stash(work, later)
         work.seconds.train += time.monotonic() - started
@@ -306,17 +333,18 @@ class Stepper:
             "lr": rate,
             "updates": float(len(work.grad_norms)),
             "grad_norm": max(work.grad_norms, default=0.0),
-            "moves": float(work.moves),
             "groups_asked": float(len(work.submitted)),
             "micro_steps": float(work.micro_steps),
             "rewards_late": float(self._scoring.take_late()),
-            "seconds": time.monotonic() - started,
+            "seconds": (seconds := time.monotonic() - started),
             "seconds_seed": work.seconds.seed,
             "seconds_wait": work.seconds.wait,
             "seconds_reward": work.seconds.reward,
             "seconds_train": work.seconds.train,
             "seconds_update": work.seconds.update,
         }
+        work.capacity.look(self._run.fleet, time.monotonic())
+        metrics |= work.sources.figures(seconds) | work.capacity.figures()
         return StepResult(tuple(outcome for group in ordered for outcome in group.outcomes), metrics, log)
 
     def _denominator(self, work: _Work, mini_batch: int) -> float:
@@ -333,29 +361,3 @@ class Stepper:
                     stats = [work.stats[row.sample_id] for row in group.rows]
                     counted += Counted(-sum(row.kept == 0 for row in stats), sum(row.kept - row.tokens for row in stats))
         return max(denominator(recipe, counted), 1.0)
-
-
-def summarise(groups: Sequence[ScoredGroup], stats: Mapping[int, RowStats], *, divisor: float) -> dict[str, float]:
-    """The step's figures; ratios are per trained token, the loss per `divisor`. `math.fsum` rounds once, so no order of arrival shows."""
-    rewards = [reward for group in groups for reward in group.rewards]
-    lengths = [length for group in groups for length in group.lengths]
-    rows = list(stats.values())
-    tokens, trained = sum(lengths), sum(row.tokens for row in rows)
-    per_token = 1.0 / trained if trained else 0.0
-    return {
-        "reward": math.fsum(rewards) / len(rewards) if rewards else 0.0,
-        "loss": math.fsum(row.loss for row in rows) / max(divisor, 1.0),
-        "tokens": float(tokens),
-        "tokens_trained": float(trained),
-        "samples": float(len(rewards)),
-        "samples_trained": float(len(rows)),
-        "groups_filtered": float(sum(not group.informative for group in groups)),
-        "length_mean": math.fsum(lengths) / len(lengths) if lengths else 0.0,
-        "length_max": float(max(lengths, default=0)),
-        "kl": math.fsum(row.kl for row in rows) * per_token,
-        "clip_fraction": math.fsum(row.clipped for row in rows) * per_token,
-        "mismatch_k3": math.fsum(row.mismatch_k3 for row in rows) * per_token,
-        "mismatch_max": max((row.mismatch_max for row in rows), default=0.0),
-        "masked_fraction": math.fsum(row.tokens - row.kept for row in rows) * per_token,
-        "truncated_fraction": math.fsum(row.truncated for row in rows) * per_token,
-    }

@@ -120,6 +120,10 @@ def _append(core: Core, worker: Worker, sample: Sample, chunk: Chunk) -> None:
     length = len(chunk.tokens) // 4
     core.payloads.append(sample.id, chunk.offset, chunk)
     sample.accepted += length
+    if worker.kind == "reserved":
+        sample.by_reserved += length
+    else:
+        sample.by_harvested += length
     sample.seen = None
     sample.chunk_at = core.now
     if length > sample.largest_flush:
@@ -185,6 +189,7 @@ def _end_lease(core: Core, sample: Sample, reason: str, regenerated: int) -> Non
         if not worker.leases:
             worker.idle_since = core.now
             sample.group.run.idled.append(worker)
+    sample.regenerated += regenerated
     core.record_end(rec.LeaseEnded(sample.id, sample.epoch, reason, sample.accepted, regenerated, core.now))
     sample.worker_id, sample.seen = 0, None
 
@@ -310,7 +315,8 @@ def deliver_if_done(core: Core, group: Group) -> None:
     core.record(rec.GroupDelivered(group.id, run.attempt, core.now))
     samples = tuple(
         DoneSample(
-            s.id, s.index, b"", b"", b"", s.finish, s.moves, s.reward, s.error and s.error[:ERROR_CHARS], s.reward_version
+            s.id, s.index, b"", b"", b"", s.finish, s.moves, s.reward, s.error and s.error[:ERROR_CHARS], s.reward_version,
+            s.by_reserved, s.by_harvested, s.regenerated,
         ) for s in group.samples
     )  # fmt: skip
     done = GroupDone(group.id, group.step, group.version, group.purpose, group.prompt_index, group.prompt, group.meta, samples)
@@ -373,10 +379,12 @@ def _grant(core: Core, sample: Sample, worker: Worker, most_tokens: int) -> tupl
 
 
 def target_version(run: Run) -> int:
-    """The version that the run's workers shall hold: the oldest one that still has samples to generate, else the newest."""
-    oldest = -1
+    """The version that the run's idle workers shall hold: the oldest one that samples wait for, else that others generate with, else the
+
+    newest. With steps in advance, who has nothing left to do for one step begins with the next.
+    """
     for wanted in (run.queue.versions(), run.leased):
-        for version in wanted:
-            if (oldest < 0 or version < oldest) and run.held(version):
-                oldest = version
-    return oldest if oldest >= 0 else max(run.versions, default=-1)
+        held = [version for version in wanted if run.held(version)]
+        if held:
+            return min(held)
+    return max(run.versions, default=-1)

@@ -85,6 +85,9 @@ class Sample:
     reported: int = 0  # length in the worker's last heartbeat
     chunk_at: float = 0.0
     largest_flush: int = 0  # tokens of the largest chunk of this lease
+    by_reserved: int = 0  # accepted tokens by who generated them, since this daemon began
+    by_harvested: int = 0
+    regenerated: int = 0  # tokens that died with a worker, since then
     limit: int = 0  # new tokens after which this lease is handed back; 0 = never
     seen: SampleView | None = None  # how policies see it (`views`), until any of that changes; `audit` makes it anew and compares
 

@@ -218,7 +218,8 @@ class Reply(Message, frozen=True):
 class DoneSample(Part, frozen=True):
     """A complete sample. `error` is set when it was poisoned and masked: it then has no usable tokens.
 
-    `reward` is the one recorded by an earlier attempt, or None.
+    `reward` is the one recorded by an earlier attempt, or None. `by_reserved`, `by_harvested`: who generated its tokens, as far as the
+    present daemon saw it; the ledger has it all. `regenerated`: tokens that were lost with a worker and generated again, likewise.
     """
 
     sample_id: int
@@ -231,6 +232,9 @@ class DoneSample(Part, frozen=True):
     reward: float | None = None
     error: str | None = None
     reward_version: str = ""
+    by_reserved: int = 0
+    by_harvested: int = 0
+    regenerated: int = 0
 
 
 class GroupDone(Message, frozen=True):

@@ -32,9 +32,9 @@ from tests.router.harness import SPEC, Bench, StoredLedger, chunk_of, specs
 from trainer import evaluation
 from trainer.__main__ import close_failed
 from trainer.algorithms.advantages import Advantages, batch_normalised, grpo
+from trainer.figures import Capacity, Sources, summarise
 from trainer.rewards import RewardRunner
 from trainer.scoring import ENDED_BY_LENGTH, Scoring
-from trainer.step import summarise
 
 SECRET = "swordfish"
 #: A judge that quotes all it was given, as many do.
@@ -225,6 +225,7 @@ def test_a_function_whose_version_is_another_for_each_sample_is_purged_without_a
 
 def test_our_own_trainer_says_only_what_is_known() -> None:
     assert set(summarise([], {}, divisor=0.0)) <= discretion.METRICS
+    assert set(Sources().figures(1.0) | Capacity(1, 1, 0.0).figures()) <= discretion.METRICS
     answers = [evaluation.Judgement(1.0, 3, cut=False)] * 9
     assert set(evaluation.summarise([answers], [answers])) <= discretion.METRICS
     assert discretion.is_known(ENDED_BY_LENGTH)

@@ -1,7 +1,9 @@
 """One MPI rank of a test: `mpirun -n N python rank_program.py MODEL OUT`. Starting ranks is slow, so one launch does it all.
 
 Rank 0 trains made-up groups twice from the same weights, in two orders of arrival, and keeps the norm, the loss parts and the weights'
-root; saves a checkpoint with all ranks; then says nothing for two seconds while rank 1 counts the CPU seconds that its waiting takes.
+root; begins a checkpoint with all ranks, and takes another step while it is written; then says nothing for two seconds while rank 1
+counts the CPU seconds that its waiting takes. `rank_program.py MODEL OUT again`: all ranks load that checkpoint and write it anew to
+OUT/again.
 """
 
 from __future__ import annotations
@@ -10,10 +12,14 @@ import json
 import random
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
+from safetensors.torch import save_file
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from scavenger.config import AlgorithmSection, OptimizerSection
 from tests.trainer.rows import make_group
@@ -54,9 +60,55 @@ def packed_step(comm: Comm, mesh: DeviceMesh, model: str, out: Path) -> dict[str
     return {"norm": norm, "loss": sum(one.loss for one in stats) / len(stats), "samples": len(stats)}
 
 
-def save(ranks: Ranks, out: Path, root: object) -> None:
-    ranks.save(checkpoint.prepare(out, 1))
-    checkpoint.complete(out, checkpoint.State(1, 1, str(root), GROUPS, 0, ranks.updates_taken, "float64"))
+def save(ranks: Ranks, out: Path, root: object) -> dict[str, object]:
+    """A checkpoint of the present state, with a whole step while it is written; keeps the root of the weights after that."""
+    state = checkpoint.State(1, 1, str(root), GROUPS, 0, ranks.updates_taken, "float64", 1)
+    ranks.save(checkpoint.prepare(out, 1, 1))
+    later = train(ranks, 7)["root"]
+    ranks.wait_saved()
+    checkpoint.complete(out, state)
+    return {"later": later}
+
+
+def together(comm: Comm, learner: Learner, act: Callable[[Ranks], dict[str, object]]) -> dict[str, object]:
+    """What rank 0 does with all ranks; the others get nothing to keep."""
+    if comm.rank:
+        serve(comm, learner)
+        return {}
+    ranks = Ranks(comm, learner)
+    found = act(ranks)
+    ranks.stop()
+    return found
+
+
+def shards(learner: Learner, out: Path, rank: int) -> None:
+    """This rank's own part of every tensor, as it is, beside the checkpoint: what the checkpoint is compared with."""
+    local = {name: value.to_local().contiguous() for name, value in learner.state().items() if isinstance(value, DTensor)}
+    save_file({name: value.clone() for name, value in local.items()}, out / f"rank-{rank}.safetensors")
+
+
+def again(model: str, out: Path) -> None:
+    """Load what another number of ranks wrote, and write it anew."""
+    comm = connect(idle_poll_ms=5.0)
+    learner = make_learner(model, join(comm))
+    if comm.rank == 0:
+        ranks = Ranks(comm, learner)
+        path = checkpoint.found(out)[0]
+        state = checkpoint.read_state(path)
+        ranks.load(path, state.updates_taken)
+        ranks.save(checkpoint.prepare(out / "again", 1, 1))
+        ranks.wait_saved()
+        checkpoint.complete(out / "again", state)
+        ranks.stop()
+    else:
+        serve(comm, learner)
+    leave()
+
+
+def make_learner(model: str, mesh: DeviceMesh) -> Learner:
+    return Learner(
+        Path(model), mesh, recipe=resolve(AlgorithmSection(), 8), optimizer=OptimizerSection(lr=1e-3), temperature=1.0, deterministic=True
+    )
 
 
 def idle(comm: Comm) -> float:
@@ -76,29 +128,22 @@ def idle(comm: Comm) -> float:
 def main(model: str, out: str) -> None:
     comm = connect(idle_poll_ms=5.0)
     mesh = join(comm)
-    found: list[dict[str, object]] = []
+    found = []
     for seed in (5, 6):
-        learner = Learner(
-            Path(model),
-            mesh,
-            recipe=resolve(AlgorithmSection(), 8),
-            optimizer=OptimizerSection(lr=1e-3),
-            temperature=1.0,
-            deterministic=True,
-        )
-        if comm.rank == 0:
-            ranks = Ranks(comm, learner)
-            found.append(train(ranks, seed))
-            save(ranks, Path(out), found[-1]["root"])
-            ranks.stop()
-        else:
-            serve(comm, learner)
+        learner = make_learner(model, mesh)
+        found.append(together(comm, learner, partial(train, seed=seed)))
+    shards(learner, Path(out), comm.rank)
+    later = together(comm, learner, partial(save, out=Path(out), root=found[-1].get("root")))
     packed = packed_step(comm, mesh, model, Path(out))
     leave()
     idle_cpu_s = idle(comm)
     if comm.rank == 0:
-        (Path(out) / "found.json").write_text(json.dumps({"ranks": comm.size, "steps": found, "packed": packed, "idle_cpu_s": idle_cpu_s}))
+        kept = {"ranks": comm.size, "steps": found, "packed": packed, "idle_cpu_s": idle_cpu_s} | later
+        (Path(out) / "found.json").write_text(json.dumps(kept))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[3:] == ["again"]:
+        again(sys.argv[1], Path(sys.argv[2]))
+    else:
+        main(*sys.argv[1:])

@@ -19,7 +19,7 @@ def write(out_dir: Path, step: int, attempt: int, keep: int = 2) -> Path:
 
 
 def complete(out_dir: Path, step: int, attempt: int) -> Path:
-    checkpoint.prepare(out_dir, step)
+    checkpoint.prepare(out_dir, step, attempt)
     return checkpoint.complete(out_dir, checkpoint.State(step, step, "00", step, 0, step, "float32", attempt))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.trainer.test_step import TIMES
 from trainer import checkpoint
 from trainer.__main__ import crash_step, main
 
@@ -37,13 +38,8 @@ every = 1
 [eval]
 problems = 4
 [reward]
-function = "tests.trainer.test_local:first_digits"
+function = "tests.trainer.digits:first_digits"
 """
-
-
-def first_digits(prompt: str, answer: str, meta: dict[str, Any]) -> float:
-    """A reward that an untrained model meets sometimes, so that there is something to learn."""
-    return float(sum(char in meta["answer"] for char in answer))
 
 
 def write_run(folder: Path, model: Path, *, steps: int, out: str) -> Path:
@@ -78,7 +74,7 @@ def test_two_steps_run_in_one_process_and_a_resumed_run_repeats_the_second(model
     assert "after step 1" in done.stdout
     again = metrics(tmp_path, "resumed")
     assert [(entry["kind"], entry["step"]) for entry in again] == [("train", 2), ("eval", 2)]
-    timing = {"at", "version", "phases", *(name for name in whole[2] if name.startswith("seconds"))}
+    timing = {"at", "version", "phases", *(name for name in whole[2] if name.startswith(TIMES))}
     same = [{name: value for name, value in entry.items() if name not in timing} for entry in (whole[2], again[0])]
     assert same[0] == same[1]
     roots = [checkpoint.read_state(checkpoint.found(tmp_path / out)[-1]).root for out in ("whole", "resumed")]

@@ -27,12 +27,14 @@ class Script:
     """Run, ranks, source, problems, scoring, stepper and monitor of one attempt; `acts` is what it did, `die_at` its last act."""
 
     version = "judge"
+    replaces = True
 
     def __init__(self, attempt: int, die_at: tuple[str, int] | None = None) -> None:
         self.attempt, self.next_version, self.updates_taken = attempt, 1, 0
         self.acts: list[tuple[str, int]] = []
         self.told: list[tuple[Sequence[int] | None, list[int]]] = []  # steps that each record said are kept, and those on disk then
         self.out_dir = Path()
+        self.asked: list[tuple[int, int, int]] = []  # step, version, staleness
         self.taken: list[tuple[int, int]] = []  # of the data: position and count
         self._die_at = die_at
         self._waiting: list[Any] = []
@@ -51,6 +53,12 @@ class Script:
     def save(self, path: Path) -> None:
         pass
 
+    def is_saved(self) -> bool:
+        return True
+
+    def wait_saved(self) -> None:
+        pass
+
     def set_reserved(self, awake: bool) -> None:
         pass
 
@@ -61,8 +69,12 @@ class Script:
         self.taken.append((position, count))
         return []
 
+    def ask(self, step: int, version: int, problems: Any, staleness: int, more: Any) -> None:
+        self.asked.append((step, version, staleness))
+
     def step(self, step: int, version: int, problems: Any, more: Any) -> Any:
-        more(step)  # replaces as many prompts as its number
+        if self.replaces:
+            more(step)  # replaces as many prompts as its number
         return SimpleNamespace(metrics={}, outcomes=(), phase_log=())
 
     def submit(self, step: int, version: int, groups: Sequence[wire.GroupSpec], purpose: str) -> tuple[int, ...]:
@@ -90,7 +102,7 @@ class Script:
         self.told.append((kept, [checkpoint.read_state(path).step for path in checkpoint.found(self.out_dir)]))
 
 
-def attempt(out_dir: Path, script: Script, monkeypatch: pytest.MonkeyPatch, keep: int = 2) -> None:
+def attempt(out_dir: Path, script: Script, monkeypatch: pytest.MonkeyPatch, keep: int = 2, ahead: int = 0) -> None:
     script.out_dir = out_dir
     config = RunConfig.model_validate(
         {
@@ -99,6 +111,7 @@ def attempt(out_dir: Path, script: Script, monkeypatch: pytest.MonkeyPatch, keep
             "sampling": {"max_tokens": 8},
             "checkpoint": {"every": 2, "keep": keep},
             "eval": {"every": 2, "problems": 1},
+            "algorithm": {"max_off_policy_steps": ahead},
         }
     )
     monkeypatch.setattr(loop, "Stepper", lambda *args: script)
@@ -179,3 +192,20 @@ def test_the_cursor_counts_replaced_prompts_and_a_resume_goes_on_from_it(tmp_pat
     assert checkpoint.read_state(checkpoint.found(tmp_path)[0]).cursor == 2 * per_step + 3
     assert resumed.taken[0] == (2 * per_step + 3, per_step)
     assert resumed.taken == whole.taken[4:]
+
+
+def test_with_a_step_in_advance_its_samples_are_asked_for_before_the_step_before_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Version v is that of v - 1 steps. A resumed run begins on policy again, and takes from the data what it had asked for in advance."""
+    script, resumed = Script(1, ("train", 4)), Script(2)
+    script.replaces = resumed.replaces = False
+    with pytest.raises(Killed):
+        attempt(tmp_path, script, monkeypatch, ahead=1)
+    assert script.asked == [(1, 1, 0), (2, 1, 1), (3, 2, 1), (4, 3, 1)]
+    per_step = script.taken[0][1]
+    assert [position for position, _ in script.taken] == [0, per_step, 2 * per_step, 3 * per_step]
+    assert checkpoint.read_state(checkpoint.found(tmp_path)[0]).cursor == 2 * per_step, "of the steps that were trained"
+    attempt(tmp_path, resumed, monkeypatch, ahead=1)
+    assert resumed.asked == [(3, 1, 0), (4, 1, 1)]
+    assert resumed.taken == script.taken[2:]

@@ -18,6 +18,7 @@ from trainer import checkpoint
 from trainer.algorithms.rows import resolve
 from trainer.batching import Micro, Row
 from trainer.model import Learner, load_model
+from trainer.saving import Saver
 
 RANK = 2
 
@@ -102,8 +103,10 @@ def test_the_reference_is_the_adapter_switched_off_and_needs_no_second_model(mod
 def test_a_checkpoint_holds_adapters_alone_and_resumes(model_folder: Path, mesh: DeviceMesh, tmp_path: Path) -> None:
     learner = trained(learner_of(model_folder, mesh), 1)
     assert all(".lora_" in name for name in learner.state())
-    path = checkpoint.prepare(tmp_path, 1)
-    checkpoint.save_shards(learner, path)
+    path = checkpoint.prepare(tmp_path, 1, 0)
+    saver = Saver()
+    saver.begin(learner.state(), path)
+    saver.wait()
     other = learner_of(model_folder, mesh)
     checkpoint.load_shards(other, path, learner.updates_taken)
     one, same = published(trained(learner, 1)), published(trained(other, 1))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,10 @@ import pytest
 import trainer.__main__ as program
 from scavenger.config import RunConfig, read_run
 from scavenger.errors import ConfigError
-from tests.trainer.test_local import ROOT, write_run
+from tests.trainer.test_local import write_run
+from trainer import checkpoint
+from trainer.ending import SIGNALS, TOLD_EXIT
+from trainer.local import LocalRun
 
 
 def config(**weights: str) -> RunConfig:
@@ -46,7 +49,7 @@ def test_weights_that_others_can_reach_are_accepted(weights: dict[str, str]) -> 
 def test_a_run_s_toml_chooses_a_verifier_with_its_options(model_folder: Path, tmp_path: Path) -> None:
     path = write_run(tmp_path, model_folder, steps=1, out="x")
     text = path.read_text().replace(
-        '"tests.trainer.test_local:first_digits"', '"trainer.verifiers:regex"\noptions = { pattern = "= *([0-9]+)" }'
+        '"tests.trainer.digits:first_digits"', '"trainer.verifiers:regex"\noptions = { pattern = "= *([0-9]+)" }'
     )
     path.write_text(text + '[algorithm]\nname = "rloo"\nscale_by_std = true\n')
     config = read_run(path)
@@ -60,28 +63,87 @@ def test_other_ranks_outlive_sigterm_until_rank_0_is_gone(model_folder: Path, tm
     seen = []
     monkeypatch.setattr(program, "connect", lambda poll_ms: SimpleNamespace(rank=1, size=2))
     monkeypatch.setattr(program, "make_learner", lambda *args: None)
-    monkeypatch.setattr(program, "serve", lambda *args: seen.append(signal.getsignal(signal.SIGTERM)))
+    monkeypatch.setattr(program, "serve", lambda *args: seen.extend(signal.getsignal(number) for number in SIGNALS))
     monkeypatch.setattr(program, "leave", lambda: None)
-    before = signal.getsignal(signal.SIGTERM)
+    before = [signal.getsignal(number) for number in SIGNALS]
     try:
         assert program.main([str(write_run(tmp_path, model_folder, steps=1, out="x"))]) == 0
     finally:
-        signal.signal(signal.SIGTERM, before)
-    assert seen == [signal.SIG_IGN]
+        for number, handler in zip(SIGNALS, before, strict=True):
+            signal.signal(number, handler)
+    assert seen == [signal.SIG_IGN] * 2
 
 
-def test_a_trainer_that_is_terminated_closes_nothing(model_folder: Path, tmp_path: Path) -> None:
-    """SIGTERM while samples are outstanding: the run stays open, to be resumed."""
-    script = f"""
-import os, signal, sys
-from trainer import __main__ as program
-from trainer.local import LocalRun
-LocalRun.poll = lambda self, timeout_s: os.kill(os.getpid(), signal.SIGTERM)
-LocalRun.close_run = lambda self, state, reason="": open({str(tmp_path / "closed")!r}, "w").close()
-sys.exit(program.main(sys.argv[1:]))
-"""
-    environ: dict[str, Any] = dict(os.environ) | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    argv = [sys.executable, "-c", script, str(write_run(tmp_path, model_folder, steps=1, out="x")), "--local"]
-    done = subprocess.run(argv, env=environ, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == -signal.SIGTERM, done.stderr
-    assert not (tmp_path / "closed").exists()
+@pytest.fixture
+def signals() -> Iterator[None]:
+    """The trainer runs in this process: its handlers go with it."""
+    before = [signal.getsignal(number) for number in SIGNALS]
+    yield
+    for number, handler in zip(SIGNALS, before, strict=True):
+        signal.signal(number, handler)
+
+
+def ended(run_toml: Path, number: signal.Signals, purpose: str, step: int, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """A trainer that gets the signal when the first groups of that step, or evaluation, have come. Returns whether it closed the run."""
+    poll, submit, closed = LocalRun.poll, LocalRun.submit, []
+    of: dict[int, tuple[str, int]] = {}
+
+    def submitted(self: LocalRun, at: int, version: int, groups: Any, purpose: str = "train") -> tuple[int, ...]:
+        ids = submit(self, at, version, groups, purpose)
+        of.update((group, (purpose, at)) for group in ids)
+        return ids
+
+    def polled(self: LocalRun, timeout_s: float) -> list[Any]:
+        found = poll(self, timeout_s)
+        if any(of[group.group_id] == (purpose, step) for group in found):
+            os.kill(os.getpid(), number)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalRun, "submit", submitted)
+        patch.setattr(LocalRun, "poll", polled)
+        patch.setattr(LocalRun, "close_run", lambda *args: closed.append(args))
+        assert program.main([str(run_toml), "--local"]) == TOLD_EXIT
+    return bool(closed)
+
+
+def lines(folder: Path, kind: str) -> list[dict[str, Any]]:
+    entries = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [entry for entry in entries if entry["kind"] == kind]
+
+
+@pytest.mark.parametrize(
+    ("number", "purpose", "step"), [(signal.SIGTERM, "train", 2), pytest.param(signal.SIGUSR1, "eval", 2, marks=pytest.mark.long)]
+)
+def test_a_trainer_told_to_end_within_a_step_goes_on_as_if_it_had_not_been(
+    number: signal.Signals, purpose: str, step: int, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str], signals: None,
+) -> None:  # fmt: skip
+    """No checkpoint was due yet: the one it writes is of the last whole step. The resumed run ends bit by bit where one ends that nobody
+
+    disturbed.
+    """
+    whole, path = (write_run(tmp_path, model_folder, steps=2, out=out) for out in ("whole", "x"))
+    for run_toml in (whole, path):
+        run_toml.write_text(run_toml.read_text().replace("every = 1", "every = 2"))
+    assert program.main([str(whole), "--local"]) == 0
+    assert not ended(path, number, purpose, step, monkeypatch), "the run stays open"
+    assert f"{number.name}: the trainer ends; the run can be resumed" in capsys.readouterr().out
+    last = step if purpose == "eval" else step - 1
+    assert checkpoint.steps(tmp_path / "x") == [last]
+    assert not list((tmp_path / "x" / "checkpoints").glob(".*"))
+    assert program.main([str(path), "--local"]) == 0
+    assert f"resumed from {tmp_path / 'x' / 'checkpoints' / checkpoint.name(last)}" in capsys.readouterr().out
+    ends = [checkpoint.read_state(checkpoint.found(tmp_path / out)[-1]) for out in ("whole", "x")]
+    assert ends[0].root == ends[1].root
+    assert (ends[0].step, ends[0].cursor, ends[0].updates_taken) == (ends[1].step, ends[1].cursor, ends[1].updates_taken)
+    assert [entry["step"] for entry in lines(tmp_path / "x", "eval")] == [0, 2], "each evaluation was made once"
+    assert lines(tmp_path / "x", "eval")[-1]["eval_sampled"] == lines(tmp_path / "whole", "eval")[-1]["eval_sampled"]
+
+
+def test_a_trainer_told_to_end_before_its_first_step_leaves_no_checkpoint(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signals: None
+) -> None:
+    path = write_run(tmp_path, model_folder, steps=1, out="x")
+    assert not ended(path, signal.SIGTERM, "eval", 0, monkeypatch)
+    assert checkpoint.found(tmp_path / "x") == []

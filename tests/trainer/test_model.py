@@ -17,6 +17,7 @@ from trainer import checkpoint, publish
 from trainer.algorithms.rows import resolve
 from trainer.batching import Micro, filler, one_per_group, pack
 from trainer.model import Learner, learning_rate, load_model
+from trainer.saving import Saver
 from trainer.sharding import quantise_
 
 F64 = torch.float64
@@ -141,13 +142,18 @@ def test_published_weights_are_the_model_s_and_tied_ones_come_once(model_folder:
     assert cast.total_nbytes * 4 == manifest.total_nbytes
 
 
+def write(learner: Learner, path: Path) -> None:
+    saver = Saver()
+    saver.begin(learner.state(), path)
+    saver.wait()
+
+
 def test_a_resumed_learner_goes_on_bit_by_bit(model_folder: Path, mesh: DeviceMesh, tmp_path: Path) -> None:
     micros = one_per_group([make_group(number) for number in range(3)], width=15)
     learner = make_learner(model_folder, mesh)
     learner.train(micros[0])
     learner.update(20, lr=1e-3)
-    path = checkpoint.prepare(tmp_path, 1)
-    checkpoint.save_shards(learner, path)
+    write(learner, checkpoint.prepare(tmp_path, 1, 0))
     state = checkpoint.State(1, 2, "00", 3, 0, learner.updates_taken, "float64")
     assert checkpoint.select(tmp_path, "auto") is None, "incomplete until renamed"
     final = checkpoint.complete(tmp_path, state)
@@ -163,7 +169,7 @@ def test_a_resumed_learner_goes_on_bit_by_bit(model_folder: Path, mesh: DeviceMe
 def test_only_the_newest_checkpoints_are_kept(model_folder: Path, mesh: DeviceMesh, tmp_path: Path) -> None:
     learner = make_learner(model_folder, mesh)
     for step in (2, 4, 6):
-        checkpoint.save_shards(learner, checkpoint.prepare(tmp_path, step))
+        write(learner, checkpoint.prepare(tmp_path, step, 0))
         path = checkpoint.complete(tmp_path, checkpoint.State(step, 1, "", 0, 0, 0, "float64"))
         checkpoint.delete(checkpoint.surplus(tmp_path, path, keep=2).going)
     assert [path.name for path in checkpoint.found(tmp_path)] == ["step-00000004", "step-00000006"]

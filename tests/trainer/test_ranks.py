@@ -6,19 +6,22 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from scavenger.config import AlgorithmSection, OptimizerSection
 from scavenger.errors import ConfigError
 from tests.trainer.rank_program import GROUPS, PACKED_OPTIMIZER, train
 from tests.trainer.rows import make_group
-from trainer import checkpoint, comm, publish
+from trainer import adapters, checkpoint, comm, publish
 from trainer.algorithms.rows import resolve
 from trainer.launch import environment
 from trainer.model import Learner, load_model
@@ -31,11 +34,15 @@ ROOT = Path(__file__).resolve().parents[2]
 def together(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that two ranks left behind (see `rank_program`)."""
     out = tmp_path_factory.mktemp("ranks")
-    environ = environment(os.environ, root=os.geteuid() == 0) | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    program = [sys.executable, str(Path(__file__).with_name("rank_program.py")), str(model_folder), str(out)]
-    done = subprocess.run(["mpirun", "-n", "2", *program], env=environ, capture_output=True, text=True, timeout=100, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    launch(2, str(model_folder), str(out))
     return out
+
+
+def launch(ranks: int, *arguments: str) -> None:
+    environ = environment(os.environ, root=os.geteuid() == 0) | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    program = [sys.executable, str(Path(__file__).with_name("rank_program.py")), *arguments]
+    done = subprocess.run(["mpirun", "-n", str(ranks), *program], env=environ, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def found(folder: Path) -> Any:
@@ -58,16 +65,41 @@ def test_one_and_two_ranks_take_the_same_step_in_any_order_of_arrival(together: 
     assert both["norm"] == pytest.approx(alone["norm"], rel=1e-12)
 
 
+def loaded(out: Path, model_folder: Path, mesh: DeviceMesh) -> Learner:
+    """One process with the newest checkpoint of `out`."""
+    path = checkpoint.select(out, "auto")
+    assert path is not None
+    learner = make_learner(model_folder, mesh)
+    checkpoint.load_shards(learner, path, checkpoint.read_state(path).updates_taken)
+    return learner
+
+
+def same_state(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
+    """Bit by bit."""
+    whole = {name: adapters.whole(value) for name, value in ours.items()}
+    return whole.keys() == theirs.keys() and all(torch.equal(value, adapters.whole(theirs[name])) for name, value in whole.items())
+
+
 @pytest.mark.mpi
 def test_a_checkpoint_of_two_ranks_resumes_on_one_bit_by_bit(together: Path, model_folder: Path, mesh: DeviceMesh) -> None:
-    path = checkpoint.select(together, "auto")
-    assert path is not None
-    state = checkpoint.read_state(path)
-    learner = make_learner(model_folder, mesh)
-    checkpoint.load_shards(learner, path, state.updates_taken)
-    manifest, _ = publish.build_version(1, learner, "float64")
-    assert manifest.root.hex() == state.root
+    """Parameters and optimizer state as the ranks held them when it was begun; the step taken while it was written is not in it."""
+    learner = loaded(together, model_folder, mesh)
+    shards = [load_file(together / f"rank-{rank}.safetensors") for rank in range(2)]
+    assert same_state(learner.state(), {name: torch.cat([one[name] for one in shards]) for name in shards[0]})
     assert learner.updates_taken == 1
+    manifest, _ = publish.build_version(1, learner, "float64")
+    assert manifest.root.hex() == found(together)["steps"][1]["root"] != found(together)["later"]
+
+
+@pytest.mark.mpi
+@pytest.mark.long
+def test_a_checkpoint_of_two_ranks_resumes_on_four_bit_by_bit(together: Path, model_folder: Path, mesh: DeviceMesh) -> None:
+    """Four ranks load it and write it anew: nothing changed."""
+    launch(4, str(model_folder), str(together), "again")
+    assert len(list((together / "again").glob("checkpoints/step-00000001/*.safetensors"))) == 4
+    first, second = (loaded(out, model_folder, mesh) for out in (together, together / "again"))
+    assert same_state(first.state(), second.state())
+    assert second.updates_taken == 1
 
 
 @pytest.mark.mpi

@@ -129,8 +129,12 @@ def play(config: RunConfig, mesh: DeviceMesh, run: RecordedRun, scorer: Any = No
     return result, manifest.root.hex()
 
 
+#: Figures that hold a time.
+TIMES = ("seconds", "gpu_hours", "tokens_per_s")
+
+
 def comparable(result: StepResult) -> dict[str, float]:
-    return {name: value for name, value in result.metrics.items() if not name.startswith("seconds")}
+    return {name: value for name, value in result.metrics.items() if not name.startswith(TIMES)}
 
 
 @pytest.mark.parametrize("updates", [1, 3])

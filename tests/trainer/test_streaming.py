@@ -18,6 +18,7 @@ from torch import Tensor
 
 from scavenger import wire
 from scavenger.config import RunConfig
+from scavenger.errors import ConfigError
 from tests.trainer.test_step import SAMPLING, RecordedRun, make_config
 from tests.trainer.toy import ToyRanks, table
 from trainer.algorithms.rows import ROWS, resolve
@@ -133,14 +134,21 @@ def advantages_by_hand(
 
 
 def loss_by_hand(
-    weights: Tensor, groups: Sequence[wire.GroupDone], credit: dict[int, float], name: str, settings: dict[str, Any]
+    weights: Tensor,
+    groups: Sequence[wire.GroupDone],
+    credit: dict[int, float],
+    name: str,
+    settings: dict[str, Any],
+    first: Tensor | None = None,
 ) -> Tensor:
+    """`first`: the weights at the step's start; None = the table that all begin with."""
+    first = table(0) if first is None else first
     losses, lengths, count = [], [], 0
     for group in groups:
         prompt = wire.unpack_tokens(group.prompt)
         for sample in group.samples:
             answer = wire.unpack_tokens(sample.tokens)
-            current, start = logprobs(weights, prompt, answer), logprobs(table(0), prompt, answer)
+            current, start = logprobs(weights, prompt, answer), logprobs(first, prompt, answer)
             behaviour = torch.tensor(wire.unpack_logprobs(sample.logprobs), dtype=torch.float64)
             reference = logprobs(table(1), prompt, answer)
             each, kept = token_losses(current, start, behaviour, reference, credit[sample.sample_id], name, settings)
@@ -210,3 +218,94 @@ def test_what_each_case_puts_to_the_test_does_happen(model_folder: Path) -> None
     assert result.metrics["clip_fraction"] > 0
     assert any(outcome.reason == "ended by the length limit" and outcome.reward == outcome.reward for outcome in result.outcomes)
     assert any(sample.finish == "length" for group in run.all for sample in group.samples)
+
+
+# ---------------------------------------------------------------- a step in advance
+
+
+class Ahead(Recorded):
+    """Answers of two steps at once, mixed as `draw` mixes them. What was drawn under old weights has their logprobs."""
+
+    def __init__(self, draw: random.Random, harvested: Sequence[int]) -> None:
+        super().__init__(draw, harvested)
+        self.by_step: dict[int, list[wire.GroupDone]] = {}
+
+    def submit(self, step: int, version: int, groups: Sequence[wire.GroupSpec], purpose: str = "train") -> tuple[int, ...]:
+        before = self._groups
+        ids = super().submit(step, version, groups, purpose)
+        self.by_step[step] = self.all
+        self._groups += before
+        self._draw.shuffle(self._groups)
+        return ids
+
+    def _answer(self, step: int, version: int, spec: wire.GroupSpec) -> wire.GroupDone:
+        made = super()._answer(step, version, spec)
+        prompt, samples = wire.unpack_tokens(spec.prompt), []
+        for sample in made.samples:
+            drawn = logprobs(table(0), prompt, wire.unpack_tokens(sample.tokens)).tolist()
+            samples.append(msgspec.structs.replace(sample, logprobs=wire.pack_logprobs(drawn)))
+        return msgspec.structs.replace(made, samples=tuple(samples))
+
+
+AHEAD = [("grpo", {}), ("dapo", {"dynamic_sampling": False}), ("gspo", {}), ("cispo", {}), ("reinforce++", {})]
+AHEAD += [("grpo", {"importance": "mask", "importance_cap": CAP, "importance_floor": 0.02})]
+
+
+@pytest.mark.parametrize(("name", "more"), AHEAD, ids=lambda case: case if isinstance(case, str) else "+".join(case) or "plain")
+def test_a_step_of_older_samples_is_corrected_and_in_no_order_differs_from_one_big_batch(
+    model_folder: Path, name: str, more: dict[str, Any]
+) -> None:
+    """Both steps' samples are drawn from the first weights. The second step is trained by the weights after the first: the policy ratio
+    is against those, and what lies between them and the samples' is the detached weight."""
+    settings = {"name": name, "max_off_policy_steps": 1} | more
+    expected: Tensor | None = None
+    for seed in range(6):
+        config = make_config(
+            model_folder, run={"deterministic": False}, algorithm=settings, optimizer={"lr": LR},
+            trainer={"micro_batch_tokens": 40 + 10 * (seed % 3), "packing": seed % 2 == 0},
+        )  # fmt: skip
+        tokenizer = open_tokenizer(model_folder)
+        problems = Problems(config, tokenizer)
+        scoring = Scoring(Reward(""), tokenizer, config.reward, config.algorithm, lambda line: None, MAX_TOKENS)
+        ranks, run = ToyRanks((1, 2, 4)[seed % 3], scoring.recipe), Ahead(random.Random(seed), [(1,), (0,), (3, 0, 2)][seed % 3])
+        stepper = Stepper(config, run, ranks, scoring, SAMPLING)  # type: ignore[arg-type]
+        stepper.ask(1, 1, problems.of_step(1))
+        stepper.ask(2, 1, problems.of_step(2), staleness=1)
+        first = stepper.step(1, 1, problems.of_step(1))
+        weights = ranks.weights
+        second = stepper.step(2, 1, problems.of_step(2))
+        assert (first.metrics["staleness_max"], second.metrics["staleness_mean"]) == (0.0, 1.0)
+        assert first.metrics["mismatch_max"] < 1e-5
+        assert second.metrics["mismatch_max"] > 1e-2, "the samples are old"
+        rewards = {outcome.sample_id: outcome.reward for outcome in second.outcomes}
+        if expected is None:
+            leaf = weights.clone().requires_grad_()
+            credit = advantages_by_hand(run.by_step[2], rewards, name, settings)
+            loss_by_hand(leaf, run.by_step[2], credit, name, settings, first=weights).backward()
+            expected = leaf.grad
+        assert expected is not None
+        assert float((ranks.gradients[1] - expected).norm() / expected.norm()) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"importance": "off"}, "needs the correction"),
+        ({"name": "dapo"}, "known only once it is over"),
+        ({"dynamic_sampling": True}, "known only once it is over"),
+        ({"max_off_policy_steps": 2}, "less than or equal to 1"),
+    ],
+)
+def test_steps_in_advance_are_refused_where_they_are_not_exact(model_folder: Path, settings: dict[str, Any], why: str) -> None:
+    def start() -> None:
+        config = make_config(model_folder, run={"deterministic": False}, algorithm={"max_off_policy_steps": 1} | settings)
+        resolve(config.algorithm, MAX_TOKENS)
+
+    with pytest.raises((ValueError, ConfigError), match=why):
+        start()
+
+
+def test_a_deterministic_run_and_one_without_harvested_engines_take_no_step_in_advance(model_folder: Path) -> None:
+    for run, why in (({"deterministic": True}, "after a restart"), ({"deterministic": False, "harvest": False}, "nobody generates")):
+        with pytest.raises(ValueError, match=why):
+            make_config(model_folder, run=run, algorithm={"max_off_policy_steps": 1})

@@ -49,6 +49,7 @@ class Terms:
     mismatch_k3: Tensor
     mismatch_max: Tensor
     truncated: Tensor
+    entropy: Tensor
 
 
 def policy_loss(tokens: Tokens, recipe: Recipe) -> Terms:
@@ -85,6 +86,7 @@ def policy_loss(tokens: Tokens, recipe: Recipe) -> Terms:
         mismatch_k3=summed(torch.exp(difference) - difference - 1.0),
         mismatch_max=largest.scatter_reduce(0, row, difference.abs(), "amax"),
         truncated=summed(beyond if recipe.importance == "truncate" else 1.0 - kept),
+        entropy=summed(-tokens.current),  # E[-log p(token)] is the entropy, over tokens drawn from p
     )
 
 

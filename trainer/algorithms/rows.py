@@ -129,6 +129,11 @@ def resolve(section: AlgorithmSection, max_tokens: int) -> Recipe:
 def _admit(section: AlgorithmSection, row: Row, max_tokens: int) -> None:
     if section.scale_by_std and row.scales is None:
         raise ConfigError(f"algorithm.scale_by_std = true: {row.name} does not divide by a deviation", "leave scale_by_std out")
+    if section.max_off_policy_steps and (row.dynamic if section.dynamic_sampling is None else section.dynamic_sampling):
+        raise ConfigError(
+            "algorithm.max_off_policy_steps = 1: with dynamic sampling a step's prompts are known only once it is over, not in advance",
+            "set dynamic_sampling = false, or max_off_policy_steps = 0",
+        )
     if section.dynamic_sampling and row.scope == "batch":
         raise ConfigError(
             f"algorithm.dynamic_sampling = true: in {row.name} a group of equal rewards says something too", "leave dynamic_sampling out"

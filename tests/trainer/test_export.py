@@ -1,0 +1,102 @@
+"""A checkpoint as a Hugging Face folder: transformers reads the very weights that were published."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from scavenger.config import AlgorithmSection, LoraSection, OptimizerSection, RunConfig
+from scavenger.errors import ConfigError, WeightsError
+from tests.trainer.rows import make_group
+from tests.trainer.test_local import ROOT, write_run
+from trainer import adapters, checkpoint, export, publish
+from trainer.algorithms.rows import resolve
+from trainer.batching import Micro
+from trainer.model import Learner, load_model
+from trainer.saving import Saver
+
+OFF = LoraSection()
+
+
+def config_of(folder: Path, model: Path, **more: Any) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "run": {"name": "r", "steps": 1, "state_dir": folder, "out_dir": folder},
+            "model": {"path": model, "context_length": 24},
+            "sampling": {"max_tokens": 8},
+        }
+        | more
+    )
+
+
+def trained(folder: Path, model: Path, mesh: DeviceMesh, lora: LoraSection = OFF) -> tuple[Learner, checkpoint.State]:
+    """A learner after one step, and its checkpoint in `folder`."""
+    learner = Learner(
+        model, mesh, recipe=resolve(AlgorithmSection(), 8), optimizer=OptimizerSection(lr=0.02), temperature=1.0, deterministic=False,
+        lora=lora,
+    )  # fmt: skip
+    learner.train(Micro(tuple(row for number in range(3) for row in make_group(number)), 0))
+    learner.update(12.0, lr=0.02)
+    root = "" if lora.rank else publish.build_version(3, learner, "bfloat16")[0].root.hex()
+    state = checkpoint.State(1, 3, root, 3, 0, 1, "float32", 1, weights_dtype="bfloat16")
+    saver = Saver()
+    saver.begin(learner.state(), checkpoint.prepare(folder, 1, 1))
+    saver.wait()
+    checkpoint.complete(folder, state)
+    return learner, state
+
+
+def test_an_export_is_the_published_version(model_folder: Path, mesh: DeviceMesh, tmp_path: Path) -> None:
+    learner, state = trained(tmp_path, model_folder, mesh)
+    told = export.export(config_of(tmp_path, model_folder), tmp_path / "out", "auto", "")
+    assert told.endswith(f"root {state.root}, as published")
+    model = load_model(tmp_path / "out", torch.bfloat16)
+    for name, value in learner.full_parameters():
+        assert torch.equal(model.get_parameter(name), value.bfloat16())
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+
+def test_masters_can_be_exported_in_their_own_type(model_folder: Path, mesh: DeviceMesh, tmp_path: Path) -> None:
+    learner, _ = trained(tmp_path, model_folder, mesh)
+    told = export.export(config_of(tmp_path, model_folder), tmp_path / "out", "auto", "float32")
+    assert "not compared with what was published: its version was published in another type" in told
+    model = load_model(tmp_path / "out", torch.float32)
+    assert all(torch.equal(model.get_parameter(name), value) for name, value in learner.full_parameters())
+
+
+def test_adapters_are_merged(model_folder: Path, mesh: DeviceMesh, tmp_path: Path) -> None:
+    learner, _ = trained(tmp_path, model_folder, mesh, LoraSection(rank=2, alpha=4.0))
+    config = config_of(tmp_path, model_folder, lora={"rank": 2, "alpha": 4.0})
+    export.export(config, tmp_path / "out", "auto", "float32")
+    model, base = load_model(tmp_path / "out", torch.float32), load_model(model_folder, torch.float32)
+    assert all(torch.equal(model.get_parameter(name), value) for name, value in adapters.merged(learner.model))
+    assert any(not torch.equal(base.get_parameter(name), value) for name, value in model.named_parameters())
+    with pytest.raises(ConfigError, match=r"does not hold the parameters(.|\n)*\[lora\]"):
+        export.export(config_of(tmp_path, model_folder), tmp_path / "other", "auto", "")
+
+
+def test_a_damaged_checkpoint_is_not_exported(model_folder: Path, mesh: DeviceMesh, tmp_path: Path) -> None:
+    trained(tmp_path, model_folder, mesh)
+    shard = next(checkpoint.found(tmp_path)[0].glob("*.safetensors"))
+    with shard.open("r+b") as file:
+        start = 8 + int.from_bytes(file.read(8), "little")
+        data = bytearray(file.seek(start) and file.read())
+        file.seek(start)
+        file.write(bytes(byte ^ 1 for byte in data))
+    with pytest.raises(WeightsError, match="published with"):
+        export.export(config_of(tmp_path, model_folder), tmp_path / "out", "auto", "")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_command_says_what_is_missing(model_folder: Path, tmp_path: Path) -> None:
+    run = write_run(tmp_path, model_folder, steps=1, out="x")
+    argv = [sys.executable, "-m", "scavenger", "checkpoint", "export", str(run), str(tmp_path / "out")]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == ConfigError.exit_code
+    assert "holds no complete checkpoint" in done.stderr

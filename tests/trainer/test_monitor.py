@@ -1,0 +1,184 @@
+"""What people see of a run: files, lines, a terminal, TensorBoard and W&B, and the figures in them."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from scavenger import wire
+from scavenger.config import RunConfig
+from scavenger.errors import ConfigError
+from trainer.figures import Capacity, Sources
+from trainer.monitor import Entry, Monitor, SinkFailed
+from trainer.monitors import TensorBoard, WeightsAndBiases, chosen
+
+METRICS = {
+    "reward": 0.25, "loss": 0.1 + 0.2, "tokens": 12.0, "length_mean": 3.0, "moves": 1.0, "seconds": 2.0, "seconds_wait": 1.0,
+    "seconds_train": 0.5, "seconds_publish": 0.1,
+}  # fmt: skip
+EVAL = {"eval_sampled": 0.5, "eval_greedy": 0.75}
+
+needs_tensorboard = pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="the extra [tensorboard] is not installed")
+needs_wandb = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="the extra [wandb] is not installed")
+
+
+class Screen(io.StringIO):
+    def __init__(self, terminal: bool) -> None:
+        super().__init__()
+        self._terminal = terminal
+
+    def isatty(self) -> bool:
+        return self._terminal
+
+
+def write(monitor: Monitor, first: int = 1) -> None:
+    monitor.step(first, 1, 7, METRICS, ("seed", "train"))
+    monitor.evaluation(first, 1, EVAL)
+    monitor.close()
+
+
+def config(out_dir: Path, **monitor: Any) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "run": {"name": "r", "steps": 4, "state_dir": out_dir, "out_dir": out_dir},
+            "model": {"path": "/model", "context_length": 24},
+            "sampling": {"max_tokens": 8},
+            "monitor": monitor,
+        }
+    )
+
+
+def test_a_log_gets_one_plain_line_an_entry_and_the_file_every_digit(tmp_path: Path) -> None:
+    out = Screen(terminal=False)
+    write(Monitor(tmp_path, steps=4, out=out, clock=lambda: 5.0))
+    assert out.getvalue().splitlines() == [
+        "step 1/4  reward 0.250  loss +3.000000e-01  tokens 12  length 3.0  moved 1  2.0 s (wait 1.0, train 0.5, publish 0.10)",
+        "eval after step 1: sampled 0.500, greedy 0.750",
+    ]
+    write(Monitor(tmp_path, steps=4, out=out, clock=lambda: 6.0), first=2)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0] == {"kind": "train", "step": 1, "attempt": 1, "at": 5.0, **METRICS, "version": 7, "phases": ["seed", "train"]}
+    assert lines[0]["loss"] == 0.1 + 0.2
+    assert [(line["kind"], line["step"]) for line in lines] == [("train", 1), ("eval", 1), ("train", 2), ("eval", 2)], "appended"
+
+
+def test_a_terminal_gets_the_lines_and_a_bar_of_the_steps(tmp_path: Path) -> None:
+    out = Screen(terminal=True)
+    write(Monitor(tmp_path, steps=4, out=out))
+    assert "step 1/4  reward 0.250" in out.getvalue()
+    assert "1/4" in out.getvalue().rpartition("\n")[0].rpartition("eval after")[2], "the bar stands below"
+    assert "\x1b[?25h" in out.getvalue(), "the cursor is shown again"
+
+
+def test_a_sink_that_fails_is_left_aloud_and_the_run_goes_on(tmp_path: Path) -> None:
+    class Full:
+        name = "full"
+        entries = 0
+
+        def write(self, entry: Entry) -> None:
+            self.entries += 1
+            raise SinkFailed("no space left")
+
+        def close(self) -> None:
+            raise AssertionError("it was left")
+
+    out, full = Screen(terminal=False), Full()
+    write(Monitor(tmp_path, steps=4, out=out, more=[full]))
+    assert full.entries == 1
+    assert "full gets nothing more of this run: no space left" in out.getvalue()
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+def test_what_is_not_asked_for_is_not_imported_and_what_is_missing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chosen(config(tmp_path), 1) == []
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    for monitor, extra in (({"tensorboard": True}, "tensorboard"), ({"wandb": "offline"}, "wandb")):
+        with pytest.raises(ConfigError, match=rf"scavenger\[{extra}\]"):
+            chosen(config(tmp_path, **monitor), 1)
+
+
+def test_w_and_b_gets_steps_of_ours_and_its_failures_leave_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the calls that we make of it; `test_w_and_b_offline` is against the real one."""
+    logged: list[dict[str, Any]] = []
+
+    class Error(Exception):
+        pass
+
+    def log(values: dict[str, Any]) -> None:
+        if values["step"] == 3:
+            raise Error("the service ended")
+        logged.append(values)
+
+    run = SimpleNamespace(log=log, define_metric=lambda *args, **more: None, finish=lambda: logged.append({"finished": True}))
+    fake = SimpleNamespace(init=lambda **more: run, Settings=lambda **more: None, errors=SimpleNamespace(Error=Error))
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    sink = WeightsAndBiases(config(tmp_path, wandb="offline"))
+    sink.write(Entry("train", 2, 1, 0.0, {"reward": 0.5}))
+    with pytest.raises(SinkFailed, match="the service ended"):
+        sink.write(Entry("train", 3, 1, 0.0, {"reward": 0.5}))
+    sink.close()
+    assert logged == [{"step": 2, "attempt": 1, "train/reward": 0.5}, {"finished": True}]
+
+
+@needs_tensorboard
+def test_tensorboard_holds_every_figure_and_a_resume_voids_what_came_after_its_checkpoint(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    for first, last, reward in ((1, 4, 0.1), (3, 4, 0.9)):  # a life of four steps; one that resumed after step 2
+        sink = TensorBoard(tmp_path, first)
+        for step in range(first, last + 1):
+            sink.write(Entry("train", step, 1, float(step), {"reward": reward}))
+        sink.write(Entry("eval", last, 1, float(last), EVAL))
+        sink.close()
+    found = EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    assert [(one.step, pytest.approx(one.value)) for one in found.Scalars("train/reward")] == [(1, 0.1), (2, 0.1), (3, 0.9), (4, 0.9)]
+    assert {tag for tag in found.Tags()["scalars"] if tag.startswith("eval/")} == {"eval/eval_sampled", "eval/eval_greedy"}
+
+
+@needs_wandb
+def test_w_and_b_offline(tmp_path: Path) -> None:
+    """The real one, without a network: its file holds our figures and our configuration, and no key's path."""
+    import wandb
+
+    sink = chosen(config(tmp_path, wandb="offline"), 1)[0]
+    sink.write(Entry("train", 1, 1, 0.0, METRICS))
+    sink.write(Entry("eval", 1, 1, 0.0, EVAL))
+    sink.close()
+    wandb.teardown()  # as the end of the process does
+    data = next(tmp_path.glob("wandb/offline-run-*/*.wandb")).read_bytes()
+    wanted = [*(f"train/{name}" for name in METRICS), *(f"eval/{name}" for name in EVAL), "context_length"]
+    assert [name for name in wanted if name.encode() not in data] == []
+    assert b"owner.key" not in data
+
+
+def sample(tokens: int, reserved: int, harvested: int, lost: int = 0, moves: int = 0) -> wire.DoneSample:
+    packed = wire.pack_tokens([0] * tokens)
+    return wire.DoneSample(1, 0, packed, b"", b"", "stop", moves, by_reserved=reserved, by_harvested=harvested, regenerated=lost)
+
+
+def test_tokens_are_counted_by_who_generated_them() -> None:
+    sources = Sources()
+    sources.add([sample(10, 10, 0), sample(8, 3, 5, lost=4, moves=1)], staleness=0)
+    sources.add([sample(6, 0, 2)], staleness=2)  # the daemon was restarted within it
+    figures = sources.figures(seconds=2.0)
+    assert {name: figures[f"tokens_{name}"] for name in ("reserved", "harvested", "unknown", "wasted")} == {
+        "reserved": 13.0, "harvested": 7.0, "unknown": 4.0, "wasted": 4.0,
+    }  # fmt: skip
+    assert (figures["tokens_per_s_reserved"], figures["tokens_per_s_harvested"]) == (6.5, 3.5)
+    assert (figures["staleness_mean"], figures["staleness_max"], figures["moves"]) == (pytest.approx(2 / 3), 2.0, 1.0)
+
+
+def test_gpu_hours_follow_the_fleet() -> None:
+    capacity = Capacity(ranks=2, gpus_per_engine=4, now=100.0)
+    capacity.look(wire.Fleet(0, 1, 0, 0, 0), 100.0 + 900)
+    capacity.look(wire.Fleet(3, 0, 1, 0, 0), 100.0 + 3600)
+    assert capacity.figures() == {"gpu_hours_trainer": 2.0, "gpu_hours_reserved": 1.0, "gpu_hours_harvested": 9.0}
