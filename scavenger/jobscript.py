@@ -21,7 +21,7 @@ TEMPLATE = "scripts/rollout.sbatch.j2"
 @dataclass(frozen=True, slots=True)
 class JobScript:
     """The template's variables. `key` and `state_dir` are paths on the cluster's shared file system; `local_dir` is the local
-    backend's directory (unused on Slurm). `engine` is imported while the daemon is asked; the daemon's answer decides which one is built."""
+    backend's directory (unused on Slurm). `engine` is imported while the daemon is asked, whose answer decides what is built."""
 
     backend: Literal["slurm", "local"]
     python: str

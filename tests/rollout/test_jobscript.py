@@ -26,7 +26,7 @@ SERVER, ME = keys.generate(), keys.generate()
 
 
 def script(backend: str = "local", **changes: str) -> str:
-    values = {"python": sys.executable, "state_dir": "/state", "key": "/state/workers/a.key", "run": "run", "engine": "reference", **changes}
+    values = {"python": sys.executable, "state_dir": "/state", "key": "/state/a.key", "run": "run", "engine": "reference", **changes}
     return render(resources.text(TEMPLATE), JobScript(backend=backend, **values))  # type: ignore[arg-type]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +24,8 @@ WHO: dict[str, dict[str, Any]] = {
 def site(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("site")
     write_small_model(folder / "model")
-    options = SiteOptions("local", folder, demo_layout(grace_s=5.0), observe_s=0.5, max_engines=1, daemon={"suspect_s": 30.0, "dead_s": 60.0})
+    slow = {"suspect_s": 30.0, "dead_s": 60.0}
+    options = SiteOptions("local", folder, demo_layout(grace_s=5.0), observe_s=0.5, max_engines=1, daemon=slow)
     with Site(options) as running:
         yield running
 
