@@ -2,10 +2,10 @@
 
     python benchmarks/trainer.py [--steps 10] [--hidden 192 --layers 4 --vocabulary 2048] [--json out.json]
 
-Both sides get the same finished samples (prompt, answer, advantage) and do the rest of a step: forward, loss, backward over all micro-batches,
-clipping, AdamW (fused). TRL's side is its own loop (`GRPOTrainer.train`), timed from `on_step_begin` to `on_step_end`; only its generation is
-replaced by the finished samples. After each of TRL's steps one of ours is taken, so both see the same machine. Lengths of answers are
-lognormal (sigma 0.6) or all equal. The loss is DAPO's token mean, TRL's default; before anything is timed, gradients are compared.
+Both sides get the same finished samples (prompt, answer, advantage) and do the rest of a step: forward, loss, backward over all
+micro-batches, clipping, AdamW (fused). TRL's side is its own loop (`GRPOTrainer.train`), timed from `on_step_begin` to `on_step_end`; only
+its generation is replaced by the finished samples. After each of TRL's steps one of ours is taken, so both see the same machine. Lengths of
+answers are lognormal (sigma 0.6) or all equal. The loss is DAPO's token mean, TRL's default; gradients of the two sides are compared.
 
 TRL at its best documented setting: activation checkpointing off (it is on by default), sdpa, fused AdamW, and the fastest of several
 per_device_train_batch_size, as ours gets the fastest of several micro_batch_tokens. It has no padding-free mode for GRPO.
@@ -172,8 +172,8 @@ def run_theirs(folder: Path, case: Case, per_device: int, steps: int, ours: Ours
     config = GRPOConfig(
         output_dir=str(out), per_device_train_batch_size=per_device, gradient_accumulation_steps=count // per_device,
         num_generations=case.siblings, max_completion_length=max(map(len, case.answers)), max_steps=steps, learning_rate=LR,
-        lr_scheduler_type="constant", optim="adamw_torch_fused", max_grad_norm=1e9, beta=0.0, loss_type="dapo", epsilon=0.2, epsilon_high=0.28,
-        gradient_checkpointing=False, bf16=False, use_cpu=not torch.cuda.is_available(), report_to=[], logging_strategy="no",
+        lr_scheduler_type="constant", optim="adamw_torch_fused", max_grad_norm=1e9, beta=0.0, loss_type="dapo",
+        epsilon=0.2, epsilon_high=0.28, gradient_checkpointing=False, bf16=False, use_cpu=not torch.cuda.is_available(), report_to=[], logging_strategy="no",
         save_strategy="no", disable_tqdm=True, dataloader_num_workers=0, adam_beta2=0.999, weight_decay=0.0, seed=0,
     )  # fmt: skip
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), eos_token="<eos>", pad_token="<pad>")
@@ -248,8 +248,8 @@ def main(argv: list[str] | None = None) -> int:
         ("length", 96), ("prompt-tokens", 16), ("seed", 0),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--budgets", type=int, nargs="+", default=[1024, 2048, 4096], help="micro_batch_tokens that ours may choose from")
-    parser.add_argument("--batches", type=int, nargs="+", default=[4, 8, 16, 32], help="per_device_train_batch_size that TRL may choose from")
+    parser.add_argument("--budgets", type=int, nargs="+", default=[1024, 2048, 4096], help="micro_batch_tokens to choose from")
+    parser.add_argument("--batches", type=int, nargs="+", default=[4, 8, 16, 32], help="per_device_train_batch_size to choose from")
     parser.add_argument("--cases", nargs="+", default=list(GOALS), choices=list(GOALS))
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
@@ -270,7 +270,8 @@ def main(argv: list[str] | None = None) -> int:
             found.append(one)
             print(
                 f"{case:9} {one['tokens']} tokens, longest answer {one['widest']}: ours {one['ours_tokens_s']:.0f} tokens/s "
-                f"(micro_batch_tokens {one['micro_batch_tokens']}), TRL {one['trl_tokens_s']:.0f} (batch {one['per_device_train_batch_size']}); "
+                f"(micro_batch_tokens {one['micro_batch_tokens']}), TRL {one['trl_tokens_s']:.0f} "
+                f"(per_device_train_batch_size {one['per_device_train_batch_size']}); "
                 f"ratio {one['ratio']:.2f} [{one['ratio_low']:.2f}, {one['ratio_high']:.2f}] of {options.steps} pairs, goal {one['goal']}; "
                 f"gradients differ by {one['gradient_gap']:.1e}",
                 flush=True,
