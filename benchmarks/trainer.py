@@ -31,7 +31,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 warnings.filterwarnings("ignore")
 # A script's own folder stands first on the path, and there this file would hide the package of its name.
-sys.path[:] = [place for place in sys.path if Path(place).resolve() != Path(__file__).resolve().parent]
+HERE = Path(__file__).resolve().parent
+sys.path[:] = [str(HERE.parent), *(place for place in sys.path if Path(place).resolve() != HERE)]
 
 import torch  # noqa: E402  after the environment, as all that follows
 from safetensors.torch import save_file  # noqa: E402
@@ -172,8 +173,8 @@ def run_theirs(folder: Path, case: Case, per_device: int, steps: int, ours: Ours
     config = GRPOConfig(
         output_dir=str(out), per_device_train_batch_size=per_device, gradient_accumulation_steps=count // per_device,
         num_generations=case.siblings, max_completion_length=max(map(len, case.answers)), max_steps=steps, learning_rate=LR,
-        lr_scheduler_type="constant", optim="adamw_torch_fused", max_grad_norm=1e9, beta=0.0, loss_type="dapo",
-        epsilon=0.2, epsilon_high=0.28, gradient_checkpointing=False, bf16=False, use_cpu=not torch.cuda.is_available(), report_to=[], logging_strategy="no",
+        lr_scheduler_type="constant", optim="adamw_torch_fused", max_grad_norm=1e9, beta=0.0, loss_type="dapo", epsilon=0.2,
+        epsilon_high=0.28, gradient_checkpointing=False, bf16=False, use_cpu=True, report_to=[], logging_strategy="no",
         save_strategy="no", disable_tqdm=True, dataloader_num_workers=0, adam_beta2=0.999, weight_decay=0.0, seed=0,
     )  # fmt: skip
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), eos_token="<eos>", pad_token="<pad>")

@@ -182,10 +182,11 @@ def grpo_config(config: RunConfig) -> GRPOConfig:
     n, gpu = config.data.samples_per_prompt, torch.cuda.is_available()
     return GRPOConfig(
         output_dir=str(config.run.out_dir), per_device_train_batch_size=n, num_generations=n,
-        gradient_accumulation_steps=config.data.prompts_per_step, max_completion_length=config.sampling.max_tokens, temperature=config.sampling.temperature, max_steps=config.run.steps,
-        learning_rate=config.optimizer.lr, max_grad_norm=config.optimizer.clip_norm, seed=config.run.seed, beta=0.0,
-        gradient_checkpointing=config.trainer.activation_checkpointing, bf16=gpu, use_cpu=not gpu,
-        save_steps=config.checkpoint.every, save_total_limit=config.checkpoint.keep, logging_steps=1, report_to=[], disable_tqdm=True,
+        gradient_accumulation_steps=config.data.prompts_per_step, max_completion_length=config.sampling.max_tokens,
+        temperature=config.sampling.temperature, max_steps=config.run.steps, learning_rate=config.optimizer.lr,
+        max_grad_norm=config.optimizer.clip_norm, seed=config.run.seed, beta=0.0, bf16=gpu, use_cpu=not gpu,
+        gradient_checkpointing=config.trainer.activation_checkpointing, save_steps=config.checkpoint.every,
+        save_total_limit=config.checkpoint.keep, logging_steps=1, report_to=[], disable_tqdm=True,
     )  # fmt: skip
 
 
