@@ -44,6 +44,8 @@ EXTRAS = {
     "wandb": ["wandb>=0.17"],
     # With a CUDA GPU. Without one: requirements-vllm-cpu.txt.
     "vllm": ["vllm>=0.32", "torch>=2.6", "transformers>=4.51"],
+    # Another trainer on the same engines: examples/trl_grpo.py. Its test is skipped without it.
+    "trl": [*TRAINER, "trl>=1.16", "datasets>=4.7", "accelerate>=1.10"],
     "postgres": ["psycopg[binary]>=3.1"],
     "pyslurm": ["pyslurm"],
     # A launcher and library for machines without their own MPI; a cluster uses its site's.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import getpass
+import logging
 import os
 import signal
 import socket
@@ -16,7 +17,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from scavenger import __version__, cli_checkpoint, cli_doctor, cli_keys, cli_ledger, cli_simulate, cli_weights, config, keys
+from scavenger import __version__, cli_checkpoint, cli_doctor, cli_init, cli_keys, cli_ledger, cli_simulate, cli_weights, config, keys
 from scavenger.cli_options import DEFAULT_CONFIG, ConfigOption
 from scavenger.errors import ConfigError, ScavengerError
 
@@ -29,6 +30,7 @@ app.add_typer(cli_simulate.app, name="simulate")
 app.add_typer(cli_weights.app, name="weights")
 app.command()(cli_doctor.doctor)
 app.add_typer(cli_checkpoint.app, name="checkpoint")
+app.command()(cli_init.init)
 
 err = Console(stderr=True, soft_wrap=True, highlight=False)
 
@@ -85,32 +87,6 @@ def _one_of(value: str, allowed: tuple[str, ...]) -> str:
     if value not in allowed:
         raise typer.BadParameter(f"{value!r}: one of {', '.join(allowed)}")
     return value
-
-
-@app.command()
-def init(
-    directory: Annotated[Path, typer.Argument(help="where scavenger.toml and the state directory go")] = Path(),
-    partition: Annotated[str, typer.Option(help="the preemptible partition to harvest")] = "scavenge",
-    listen: Annotated[str, typer.Option(help="interface that workers reach")] = "0.0.0.0",
-    ledger: Annotated[str, typer.Option(help="SQLAlchemy URL; default: SQLite in the state directory, on a local disk")] = "",
-) -> None:
-    """Write scavenger.toml and make the keys; existing files are left as they are."""
-    from scavenger import toml
-
-    directory.mkdir(parents=True, exist_ok=True)
-    path, state_dir = directory / "scavenger.toml", (directory / "state").resolve()
-    for written in keys.init_state(state_dir, getpass.getuser()):
-        print(f"wrote {written}")
-    if path.exists():
-        print(f"left {path} as it is")
-        return
-    document: dict[str, dict[str, object]] = {
-        "daemon": {"state_dir": state_dir, "listen": listen, "advertise": os.uname().nodename} | ({"ledger": ledger} if ledger else {}),
-        "cluster": {"backend": "slurm"},
-        "harvest": {"partition": partition},
-    }
-    path.write_text(toml.dumps(document))
-    print(f"wrote {path}; next: scavenger check-config {path}, then scavenger daemon --config {path}")
 
 
 @app.command()

@@ -21,13 +21,14 @@ TEMPLATE = "scripts/rollout.sbatch.j2"
 @dataclass(frozen=True, slots=True)
 class JobScript:
     """The template's variables. `key` and `state_dir` are paths on the cluster's shared file system; `local_dir` is the local
-    backend's directory (unused on Slurm)."""
+    backend's directory (unused on Slurm). `engine` is imported while the daemon is asked, whose answer decides what is built."""
 
     backend: Literal["slurm", "local"]
     python: str
     state_dir: str
     key: str
     run: str
+    engine: str
     omp_threads: int = 1
     local_dir: str = ""
 

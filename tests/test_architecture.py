@@ -183,8 +183,13 @@ def test_the_worker_knows_nothing_of_the_trainer() -> None:
 
 
 # Which part of `rollout` a file of the trainer may know: an engine only in the single-process debug mode; and the one function that
-# both sides must compute alike, lest the logits of engine and learner drift apart (torch cannot be shared in `scavenger`).
-SHARED_WITH_ENGINES = {"trainer/local.py": "rollout.engines", "trainer/model.py": "rollout.engines.norms"}
+# both sides must compute alike, lest the logits of engine and learner drift apart (torch cannot be shared in `scavenger`). And what is said
+# before a run starts is asked of the engines' own code.
+SHARED_WITH_ENGINES = {
+    "trainer/local.py": "rollout.engines",
+    "trainer/model.py": "rollout.engines.norms",
+    "trainer/prepare/engines.py": "rollout.engines",
+}
 
 
 def test_the_trainer_reaches_an_engine_only_in_its_single_process_debug_mode() -> None:

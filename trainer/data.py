@@ -153,7 +153,10 @@ def open_tokenizer(folder: Path) -> Tokenizer:
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(f"model.path: {folder} holds no tokenizer.json", "save the model's fast tokenizer there")
-    return Tokenizer.from_file(str(path))
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise ConfigError(f"{path} is no tokenizer: {error}", "save the model's fast tokenizer there") from error
 
 
 def stop_tokens(folder: Path, configured: tuple[int, ...]) -> tuple[int, ...]:

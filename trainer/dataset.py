@@ -26,13 +26,16 @@ class Item:
 
 def read(data: DataSection, path: Path) -> list[Item]:
     """The rows of `path`, files in the order of their names. Raises `ConfigError` naming file, row and column."""
-    items: list[Item] = []
-    for file in _files(path, SUFFIX[data.task]):
-        rows = _jsonl(file) if data.task == "jsonl" else _parquet(file)
-        items += [_item(row, data, where, len(items) + place) for place, (where, row) in enumerate(rows)]
+    items = [_item(row, data, where, number) for number, (where, row) in enumerate(raw(data.task, path))]
     if not items:
         raise ConfigError(f"{path} holds no problem", f"each row has `{data.prompt_field}` and `{data.answer_field}`")
     return items
+
+
+def raw(task: str, path: Path) -> Iterator[tuple[str, Any]]:
+    """Every row as it stands in the files, with the place that errors name. Raises `ConfigError`."""
+    for file in _files(path, SUFFIX[task]):
+        yield from _jsonl(file) if task == "jsonl" else _parquet(file)
 
 
 def _files(path: Path, suffix: str) -> list[Path]:

@@ -276,7 +276,7 @@ class Harvester:
         demand = list(self._demand())
         self._decided_on = _shape(demand)
         if self._refused:
-            return [Demand(d.run_id, d.run, 0, d.gpus_per_engine, self._refused) for d in demand]
+            return [Demand(d.run_id, d.run, 0, d.gpus_per_engine, self._refused, d.engine) for d in demand]
         return demand
 
     # ---------------------------------------------------------------- perform

@@ -107,6 +107,7 @@ class Submit:
     nodelist: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     code: Code = Code.WANTED
+    engine: str = "reference"  # which one the job imports ahead of the daemon's answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +271,9 @@ def _submit(
             engines, pending = engines + 1, pending + 1
             deficit[want.run_id] -= 1
             why = f"run {want.run}: {want.reason}; {room.explain()}"
-            submits.append(Submit(want.run_id, want.run, limits.partition, want.gpus_per_engine, why, exclude=exclude))
+            submits.append(
+                Submit(want.run_id, want.run, limits.partition, want.gpus_per_engine, why, exclude=exclude, engine=want.engine)
+            )
     if room.refused:
         return submits, _why_no_room(room), f"no room for more: {room.explain()}"
     return submits, Code.OWN_PENDING, ""

@@ -43,6 +43,7 @@ def job_spec(config: DaemonConfig, template: str, backend: str, uid: str, intent
         state_dir=str(state_dir),
         key=str(keys.worker_key_path(state_dir, intent_id)),
         run=submit.run,
+        engine=submit.engine,
         omp_threads=harvest.cpus_per_engine,
         local_dir=str(local_dir.resolve()) if local_dir is not None else "",
     )

@@ -39,13 +39,17 @@ from scavenger.wire import Chunks, Heartbeat, Ping, WeightsLoaded, Yielded
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a run could use now: `engines` harvested ones, of `gpus_per_engine` each. `reason` explains the number."""
+    """What a run could use now: `engines` harvested ones, of `gpus_per_engine` each. `reason` explains the number.
+
+    `engine`: the run's `engine.name`, which a job imports while it waits for the daemon's answer.
+    """
 
     run_id: int
     run: str
     engines: int
     gpus_per_engine: int
     reason: str
+    engine: str = "reference"
 
 
 class Router:
@@ -176,7 +180,7 @@ class Router:
         wanted = []
         for run in sorted(self.core.runs.values(), key=lambda r: r.id):
             engines, reason = advice.engines_for(self.core, run, now, self.core.limits)
-            wanted.append(Demand(run.id, run.name, engines, run.gpus_per_engine, reason))
+            wanted.append(Demand(run.id, run.name, engines, run.gpus_per_engine, reason, run.engine.name))
         return wanted
 
     def ask_at(self) -> float:

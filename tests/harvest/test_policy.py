@@ -132,6 +132,12 @@ def test_engines_are_shared_in_turn_and_never_beyond_the_demand(wanted: list[Dem
 # ---------------------------------------------------------------- cases
 
 
+def test_a_job_is_of_its_run_s_engine() -> None:
+    wanted = [replace(demand(1), engine="vllm"), demand(1, run_id=2)]
+    made = submits(decide(view(NOW), wanted, [], LIMITS, NOW))
+    assert {submit.run: submit.engine for submit in made} == {"run1": "vllm", "run2": "reference"}
+
+
 def test_idle_gpus_get_one_job_per_engine_up_to_what_may_wait() -> None:
     decision = decide(view(NOW), [demand(6)], [], LIMITS, NOW)
     assert len(submits(decision)) == 4

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import pytest
@@ -42,6 +42,14 @@ def test_the_intent_is_in_name_and_comment_and_the_limits_are_the_configured_one
     assert (spec.name, spec.comment) == (INTENT, f"scavenger:feedbeef:{INTENT}")
     assert (spec.partition, spec.gpus, spec.cpus_per_task, spec.exclude) == ("scavenge", 2, 3, ("node3",))
     assert (spec.requeue, spec.account, spec.qos, spec.time_s) == (True, "guests", "scavenger", 600)
+
+
+@pytest.mark.parametrize("backend", ["slurm", "local"])
+@pytest.mark.parametrize("engine", ["reference", "vllm"])
+def test_the_job_imports_the_run_s_engine(tmp_path: Path, backend: str, engine: str) -> None:
+    spec = job_spec(config(tmp_path), read_template(None), backend, "feedbeef", INTENT, replace(SUBMIT, engine=engine))
+    (worker,) = [line for line in spec.script.splitlines() if line.startswith("worker=")]
+    assert worker.removesuffix(")").split()[-2:] == ["--engine", engine]
 
 
 def test_a_template_that_cannot_be_read_is_named(tmp_path: Path) -> None:

@@ -26,19 +26,19 @@ SERVER, ME = keys.generate(), keys.generate()
 
 
 def script(backend: str = "local", **changes: str) -> str:
-    values = {"python": sys.executable, "state_dir": "/state", "key": "/state/workers/a.key", "run": "run", **changes}
+    values = {"python": sys.executable, "state_dir": "/state", "key": "/state/a.key", "run": "run", "engine": "reference", **changes}
     return render(resources.text(TEMPLATE), JobScript(backend=backend, **values))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("backend", ["slurm", "local"])
 @pytest.mark.parametrize("nasty", ["a b", "$(touch /tmp/x)", "';echo x;'", "`id`", 'a"b', "--flag", "$HOME"])
 def test_every_value_reaches_the_script_as_one_word(backend: str, nasty: str, tmp_path: Path) -> None:
-    text = script(backend, state_dir=nasty, key=nasty, run=nasty, local_dir=nasty)
+    text = script(backend, state_dir=nasty, key=nasty, run=nasty, engine=nasty, local_dir=nasty)
     head = text.partition("worker=")[2].partition("\n")[0]
     show = f"worker={head}\nprintf '%s\\0' \"${{worker[@]}}\""
     words = subprocess.run(["bash", "-c", show], capture_output=True, check=True).stdout.decode().split("\0")
     assert words[:-1] == [
-        sys.executable, "-m", "rollout", "--state-dir", nasty, "--key", nasty, "--kind", "harvested", "--run", nasty,
+        sys.executable, "-m", "rollout", "--state-dir", nasty, "--key", nasty, "--kind", "harvested", "--run", nasty, "--engine", nasty,
     ]  # fmt: skip
     assert subprocess.run(["bash", "-n"], input=text.encode(), check=False).returncode == 0
 
@@ -46,7 +46,7 @@ def test_every_value_reaches_the_script_as_one_word(backend: str, nasty: str, tm
 def test_a_bad_template_or_value_is_refused() -> None:
     with pytest.raises(ConfigError, match="one line"):
         script(run="a\nb")
-    job = JobScript("local", "python", "s", "k", "r")
+    job = JobScript("local", "python", "s", "k", "r", "reference")
     with pytest.raises(ConfigError, match="'secret' is undefined"):
         render("#!/bin/bash\n{{ secret }}", job)
     with pytest.raises(ConfigError, match="first line"):

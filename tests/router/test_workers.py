@@ -321,6 +321,14 @@ def test_after_a_restart_the_same_session_goes_on_where_it_was() -> None:
     assert done.samples[0].tokens == chunk_of(1, 1, 1, 0, 8).tokens
 
 
+def test_demand_names_the_run_s_engine() -> None:
+    bench, _lease = one_lease()
+    (run,) = bench.router.core.runs.values()
+    run.engine = msgspec.structs.replace(run.engine, name="vllm")
+    (wanted,) = bench.router.demand(bench.now)
+    assert wanted.engine == "vllm"
+
+
 def test_after_a_restart_in_mid_step_as_many_engines_are_wanted_as_before() -> None:
     """Otherwise those that are at work would be given back, and wanted again at the next step."""
     bench, _lease = one_lease()

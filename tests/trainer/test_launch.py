@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scavenger.config import RunConfig
+from scavenger.config import EngineSection, RunConfig
 from scavenger.errors import ConfigError
 from trainer import launch, reserved
 
@@ -34,6 +34,12 @@ def test_outside_slurm_ranks_and_engines_are_siblings() -> None:
     assert launch.engine_argv(made, 0)[:5] == ["/py", "-m", "rollout", "--kind", "reserved"]
     assert made.places == (reserved.Place(), reserved.Place())
     assert "/state/keys/owner.key" in made.engine
+
+
+def test_reserved_engines_are_the_run_s() -> None:
+    config = CONFIG.model_copy(update={"engine": EngineSection(name="vllm")})
+    made = launch.plan(config, Path("/run.toml"), (), {"SCAVENGER_PYTHON": "/py"})
+    assert made.engine[made.engine.index("--engine") + 1] == "vllm"
 
 
 def test_under_slurm_each_engine_is_a_step_of_its_own() -> None:

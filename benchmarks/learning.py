@@ -1,0 +1,236 @@
+"""Does a run learn the same through preempted vLLM engines as through the undisturbed reference engine?
+
+    python benchmarks/learning.py [--seeds 5] [--steps 200] [--out learning-out]
+    python benchmarks/learning.py --seeds 1 --steps 4 --eval-problems 16 --warm-up 5 --arms reference vllm       # does it run?
+
+The tiny task (sort six digits, Qwen3 of 0.8 M parameters), the same model, problems and settings in each arm, and per seed one pair of:
+
+    reference     the reference engine beside the trainer, nobody preempted
+    vllm          vLLM engines (CPU) as harvested jobs beside one reserved, whose GPUs other users take every few seconds
+
+and two controls on the same engines: `uncorrected` is `vllm` with importance correction off, `random` is `reference` with rewards that say
+nothing. The figure is the accuracy of sampled answers on held-out problems after the last step; the goal is that the 90 % confidence
+interval of the paired difference vllm - reference (Student's t) lies within +-0.03, and that `random` learns nothing. An arm that was to be
+preempted and in which no sample moved proves nothing, and is told. Writes <out>/learning.json and learning.svg. Needs vLLM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+# Not this file's folder: a benchmark in it has the name of a package.
+sys.path[:] = [str(ROOT), *(place for place in sys.path if Path(place).resolve() != ROOT / "benchmarks")]
+
+from scavenger import toml  # noqa: E402
+from scavenger.cluster.layout import demo_layout  # noqa: E402
+from scavenger.cluster.model import JobState  # noqa: E402
+from scavenger.demo.site import Site, SiteOptions  # noqa: E402
+
+WITHIN = 0.03
+LEARNT_NOTHING = 0.05  # more than the model it began with: what random rewards may at most seem to teach
+#: Student's t, two-sided 90 %, by degrees of freedom.
+T90 = {1: 6.314, 2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 6: 1.943, 7: 1.895, 8: 1.860, 9: 1.833}
+ENDED = (JobState.COMPLETED, JobState.FAILED, JobState.CANCELLED, JobState.TIMEOUT)
+LOOK_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    name: str
+    engine: str
+    preempted: bool
+    colour: str
+    importance: str = "truncate"
+    reward: str = "trainer.tasks.sort:reward"
+
+
+ARMS = (
+    Arm("reference", "reference", False, "#1f77b4"),
+    Arm("vllm", "vllm", True, "#d62728"),
+    Arm("uncorrected", "vllm", True, "#ff7f0e", importance="off"),
+    Arm("random", "reference", False, "#7f7f7f", reward="benchmarks.learning:coin"),
+)
+
+
+def coin(prompt: str, answer: str, meta: dict[str, Any]) -> float:
+    """A reward that says nothing: a coin that falls the same way for the same prompt and answer. In evaluations the truth is wanted."""
+    if meta.get("mode"):
+        return float(answer == meta["answer"])
+    return float(hashlib.blake2b(f"{prompt}/{answer}".encode(), digest_size=1).digest()[0] & 1)
+
+
+def document(arm: Arm, seed: int, model: Path, site: Site, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """The run.toml of one arm. Pure but for the paths."""
+    name = f"{arm.name}-{seed}"
+    return {
+        "run": {
+            "name": name, "seed": seed, "steps": options.steps, "state_dir": site.state_dir, "out_dir": site.dir / name,
+            "harvest": arm.preempted, "max_engines": options.engines,
+        },
+        "model": {"path": model, "context_length": 32},
+        "data": {"task": "sort", "prompts_per_step": options.prompts, "samples_per_prompt": 8, "seed": seed},
+        "sampling": {"max_tokens": 7},
+        "engine": {"name": arm.engine, "max_batch": 96},
+        "reward": {"function": arm.reward},
+        "algorithm": {"name": "grpo", "importance": arm.importance},
+        "optimizer": {"lr": options.lr, "warmup_steps": min(20, options.steps), "betas": [0.9, 0.99]},
+        "reserved": {"workers": 1, "window": 0.35, "wake_after_s": 5.0},
+        "checkpoint": {"every": max(1, options.steps), "keep": 1},
+        "eval": {"every": options.eval_every, "problems": options.eval_problems, "samples": 2},
+        "weights": {"dtype": options.weights_dtype},
+    }  # fmt: skip
+
+
+def make_model(folder: Path, seed: int, warm_up: int) -> None:
+    if not (folder / "model.safetensors").is_file():
+        argv = [sys.executable, "-m", "trainer.tiny", "make", "--out", str(folder), "--seed", str(seed), "--steps", str(warm_up)]
+        subprocess.run(argv, check=True, cwd=ROOT)
+
+
+def play(arm: Arm, seed: int, model: Path, out: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """One run from its first evaluation to its last."""
+    began = time.monotonic()
+    patience = {"suspect_s": 20.0, "dead_s": 60.0}  # engines share the machine's cores with the trainer
+    with Site(SiteOptions("local", out, demo_layout(grace_s=3.0), max_engines=options.engines, daemon=patience)) as site:
+        run_toml = out / "run.toml"
+        run_toml.write_text(toml.dumps(document(arm, seed, model, site, options)))
+        job_id = site.submit_training(run_toml, ranks=1, env={"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"})
+        taken, other_at = 0, time.monotonic() + options.preempt_every_s
+        while True:
+            job = next((one for one in site.cluster.view().jobs if one.job_id == job_id), None)
+            if job is not None and job.state in ENDED and not job.flags:
+                break
+            if arm.preempted and time.monotonic() >= other_at:
+                site.submit_other(4.0, 4, f"node{taken % 3 + 1}")
+                taken, other_at = taken + 1, time.monotonic() + options.preempt_every_s
+            time.sleep(LOOK_S)  # between two looks at the job
+    if job.state is not JobState.COMPLETED:
+        raise SystemExit(f"{arm.name}, seed {seed}: the training job ended as {job.state}; its log: {out / 'train.log'}")
+    return read(out / f"{arm.name}-{seed}" / "metrics.jsonl") | {
+        "arm": arm.name, "seed": seed, "others_jobs": taken, "seconds": time.monotonic() - began,
+    }  # fmt: skip
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Curves from a run's metrics.jsonl."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    train, held_out = ([line for line in lines if line["kind"] == kind] for kind in ("train", "eval"))
+    return {
+        "eval_steps": [line["step"] for line in held_out],
+        "sampled": [line["eval_sampled"] for line in held_out],
+        "greedy": [line["eval_greedy"] for line in held_out],
+        "reward": [line["reward"] for line in train],
+        "moves": sum(line["moves"] for line in train),
+        "mismatch_k3": statistics.fmean(line["mismatch_k3"] for line in train),
+    }
+
+
+def interval(differences: list[float]) -> tuple[float, float, float]:
+    """Mean and 90 % confidence interval of paired differences; with one pair the interval is the point, which says nothing."""
+    mean = statistics.fmean(differences)
+    if len(differences) < 2:
+        return mean, mean, mean
+    half = T90.get(len(differences) - 1, 1.83) * statistics.stdev(differences) / len(differences) ** 0.5
+    return mean, mean - half, mean + half
+
+
+def verdict(found: list[dict[str, Any]]) -> tuple[list[str], bool]:
+    """What the runs say, and whether the goals are met."""
+    of = {(one["arm"], one["seed"]): one for one in found}
+    seeds = sorted({one["seed"] for one in found})
+    said, fine = [], True
+    for arm in ARMS:
+        mine = [of[arm.name, seed] for seed in seeds if (arm.name, seed) in of]
+        if not mine:
+            continue
+        first, last = (statistics.fmean(one["sampled"][place] for one in mine) for place in (0, -1))
+        moves = sum(one["moves"] for one in mine)
+        said.append(f"{arm.name:12} sampled {first:.3f} -> {last:.3f}  moved samples {moves:.0f}  mismatch k3 {mine[0]['mismatch_k3']:.1e}")
+        if arm.preempted and not moves:
+            said.append(f"{arm.name}: no sample was moved, so preemption was not tested: lower --preempt-every-s")
+            fine = False
+        if arm.name == "random" and last - first > LEARNT_NOTHING:
+            said.append("random rewards taught something: the comparison cannot be trusted")
+            fine = False
+    for arm in ("vllm", "uncorrected"):
+        both = [seed for seed in seeds if {(arm, seed), ("reference", seed)} <= of.keys()]
+        pairs = [of[arm, seed]["sampled"][-1] - of["reference", seed]["sampled"][-1] for seed in both]
+        if pairs:
+            mean, low, high = interval(pairs)
+            within = len(pairs) > 1 and low >= -WITHIN and high <= WITHIN
+            where = f"within +-{WITHIN}" if within else f"not shown to be within +-{WITHIN}"
+            said.append(f"{arm} - reference: {mean:+.4f}, 90 % interval [{low:+.4f}, {high:+.4f}] of {len(pairs)} pairs: {where}")
+            fine = fine and (within or arm != "vllm")
+    return said, fine
+
+
+def plot(found: list[dict[str, Any]]) -> str:
+    """Held-out sampled accuracy over steps, one line a run, in one SVG. Pure."""
+    wide, high, left, below = 720, 400, 50, 40
+    last = max(one["eval_steps"][-1] for one in found) or 1
+
+    def at(step: float, value: float) -> str:
+        return f"{left + step / last * (wide - left - 20):.1f},{high - below - value * (high - below - 20):.1f}"
+
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide} {high}" font-family="sans-serif" font-size="12">']
+    for tick in range(0, 11, 2):
+        x, y = at(0, tick / 10).split(",")
+        parts.append(f'<line x1="{x}" y1="{y}" x2="{wide - 20}" y2="{y}" stroke="#ddd"/>')
+        parts.append(f'<text x="15" y="{float(y) + 4}">{tick / 10:.1f}</text>')
+    for one in found:
+        colour = next(arm.colour for arm in ARMS if arm.name == one["arm"])
+        points = " ".join(at(step, value) for step, value in zip(one["eval_steps"], one["sampled"], strict=True))
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.5" opacity="0.8"/>')
+    for place, arm in enumerate(arm for arm in ARMS if any(one["arm"] == arm.name for one in found)):
+        parts.append(f'<text x="{left + 10 + 120 * place}" y="15" fill="{arm.colour}">{arm.name}</text>')
+    parts.append(f'<text x="{wide / 2 - 20}" y="{high - 8}">step (0 to {last})</text><text x="{left}" y="{high - 24}">0</text></svg>')
+    return "\n".join(parts)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("learning-out"), help="a new folder, or one to go on in")
+    parser.add_argument("--arms", nargs="+", choices=[arm.name for arm in ARMS], default=[arm.name for arm in ARMS])
+    for name, default, what in (
+        ("seeds", 5, "pairs"), ("steps", 200, ""), ("prompts", 32, "of a step; 8 answers each"), ("eval-problems", 1024, "held out"),
+        ("eval-every", 25, "steps"), ("warm-up", 70, "supervised steps of the model"), ("engines", 1, "harvested engines at most"),
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", type=int, default=default, help=what)
+    parser.add_argument("--lr", type=float, default=1e-4)
+    parser.add_argument("--preempt-every-s", type=float, default=30.0)
+    parser.add_argument("--weights-dtype", choices=("bfloat16", "float32"), default="bfloat16", help="what engines are given")
+    options = parser.parse_args(argv)
+    out = options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    found: list[dict[str, Any]] = []
+    for seed in range(options.seeds):
+        make_model(out / f"model-{seed}", seed, options.warm_up)
+        for arm in (arm for arm in ARMS if arm.name in options.arms):
+            kept = out / f"{arm.name}-{seed}.json"  # a run that is done is not done again
+            if not kept.is_file():
+                one = play(arm, seed, out / f"model-{seed}", out / f"site-{arm.name}-{seed}", options)
+                kept.write_text(json.dumps(one))
+            found.append(json.loads(kept.read_text()))
+            shown = found[-1]
+            print(f"seed {seed} {arm.name:12} sampled {' '.join(f'{v:.3f}' for v in shown['sampled'])}  moved {shown['moves']:.0f}  "
+                  f"{shown['seconds']:.0f} s", flush=True)
+            (out / "learning.svg").write_text(plot(found))
+    said, fine = verdict(found)
+    (out / "learning.json").write_text(json.dumps({"runs": found, "verdict": said, "met": fine}, indent=1))
+    print("\n".join(said))
+    return 0 if fine else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,399 @@
+"""`scavenger init`: what a run's files say, and that everything which would stop it is told before a job is submitted."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scavenger import keys
+from scavenger.cluster.sandbox import SlurmSandbox
+from scavenger.config import read_run
+from scavenger.errors import ConfigError
+from trainer.prepare import __main__ as program
+from trainer.prepare import check, memory, model, rows
+from trainer.prepare.check import Finding, Gpus
+from trainer.prepare.memory import Job, Shape
+
+ROOT = Path(__file__).resolve().parents[2]
+NO_GPU = Gpus(1, 0, 0.0)
+
+
+@pytest.fixture
+def own_model(model_folder: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(model_folder, tmp_path / "model"))
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps({"question": f"{n}{n + 1}>", "answer": str(n), "level": 1}) + "\n" for n in range(40)))
+    return path
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    state = tmp_path / "state"
+    keys.init_state(state, "owner")
+    pair = keys.generate()
+    keys.write_rendezvous(state, keys.Rendezvous("tcp://127.0.0.1:1", pair.public, 1, 1, "login1"))
+    return state
+
+
+def draft(folder: Path, model: Path, data: Path, *more: str) -> int:
+    return program.main(["draft", str(folder), f"--model={model}", f"--data={data}", "--engine=reference", "--gpus=2", *more])
+
+
+@pytest.fixture
+def run(tmp_path: Path, own_model: Path, data: Path, site: Path) -> Path:
+    assert draft(tmp_path / "my-run", own_model, data, f"--state-dir={site}") == 0
+    return tmp_path / "my-run" / "run.toml"
+
+
+def change(run: Path, old: str, new: str) -> None:
+    text = run.read_text()
+    assert text.count(old) == 1, old
+    run.write_text(text.replace(old, new))
+
+
+def edit(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | values))
+
+
+def refused(run: Path, gpus: Gpus = NO_GPU) -> dict[str, str]:
+    return {finding.what: finding.problem for finding in check.check(run, gpus) if finding.problem}
+
+
+# ---------------------------------------------------------------- what is written
+
+
+def test_the_files_of_a_new_run_can_be_submitted_as_they_are(run: Path, own_model: Path, data: Path) -> None:
+    config = read_run(run)
+    assert (config.run.name, config.model.path, config.data.path, config.data.task) == ("my-run", own_model, data, "jsonl")
+    assert (config.data.prompt_field, config.data.answer_field, config.data.chat) == ("question", "answer", False)
+    assert (config.reward.function, config.reserved.workers, config.weights.listen) == ("trainer.verifiers:math", 2, "0.0.0.0")
+    assert config.model.context_length == 64
+    assert config.sampling.max_tokens == 32
+    assert "#stop_token_ids = [1]" in run.read_text()
+    script = run.with_name("train.sbatch")
+    assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
+    assert check.gpus_of(script.read_text()) == Gpus(2, 2, 80.0)
+    findings = list(check.check(run, check.gpus_of(script.read_text())))
+    assert [finding.problem for finding in findings] == [""] * 9
+    assert not any(finding.skipped for finding in findings)
+
+
+def test_existing_files_are_never_overwritten_without_force(
+    run: Path, own_model: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.write_text("mine")
+    assert draft(run.parent, own_model, data) == 2
+    assert run.read_text() == "mine"
+    assert "--force" in capsys.readouterr().err
+    run.unlink()
+    script = run.with_name("train.sbatch")
+    script.write_text("mine")
+    assert draft(run.parent, own_model, data) == 2
+    assert (run.exists(), script.read_text()) == (False, "mine")
+    assert draft(run.parent, own_model, data, "--force") == 0
+    assert "[model]" in run.read_text()
+
+
+def test_a_chat_model_gets_its_template_its_end_tokens_and_no_thoughts(own_model: Path, data: Path, tmp_path: Path) -> None:
+    (own_model / "chat_template.jinja").write_text("{% if enable_thinking %}9{% endif %}{{ messages[-1].content }}")
+    edit(own_model / "generation_config.json", eos_token_id=[1, 0])
+    facts = model.look(own_model)
+    assert (facts.end, facts.end_source, facts.model_type) == ((1, 0), "generation_config.json", "qwen3")
+    assert draft(tmp_path / "chatty", own_model, data) == 0
+    config = read_run(tmp_path / "chatty" / "run.toml")
+    assert (config.data.chat, config.data.chat_options) == (True, {"enable_thinking": False})
+    assert "boxed" in config.data.system
+
+
+def test_columns_are_found_or_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"question": "q", "solution": "ab", "extra": 1}\n')
+    found = rows.look(path)
+    assert (found.prompt_field, found.answer_field, found.mathematics) == ("question", "solution", False)
+    path.write_text('{"q": "1 + 1", "a": "2"}\n')
+    with pytest.raises(ConfigError, match=r"which column is the prompt\? There is 'q', 'a'") as error:
+        rows.look(path)
+    assert "--prompt-field" in error.value.remedy
+    found = rows.look(path, "q", "a")
+    assert (found.prompt_field, found.answer_field, found.mathematics) == ("q", "a", True)
+    with pytest.raises(ConfigError, match="no column 'z'"):
+        rows.look(path, "z", "a")
+
+
+def test_a_folder_with_splits_is_read_by_split(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    (tmp_path / "main").mkdir()
+    for name in ("train-00000-of-00001", "test-00000-of-00001"):
+        parquet.write_table(arrow.table({"question": [name], "answer": ["x #### 1"]}), tmp_path / "main" / f"{name}.parquet")
+    found = rows.look(tmp_path)
+    assert (found.task, found.mathematics) == ("parquet", True)
+    assert found.path == str(tmp_path / "main" / "train*.parquet")
+    assert found.held_out == str(tmp_path / "main" / "test*.parquet")
+    assert found.rows[0]["question"].startswith("train")
+
+
+@pytest.mark.parametrize("nothing", ["nothing.jsonl", "empty"])
+def test_data_that_is_not_there_is_told(nothing: str, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"data\.path"):
+        rows.look(tmp_path / nothing)
+
+
+# ---------------------------------------------------------------- the model's folder
+
+
+def test_a_wrong_model_path_is_refused_and_what_needs_it_is_skipped(run: Path, own_model: Path) -> None:
+    change(run, f'path = "{own_model}"', 'path = "/nowhere/qwen"')
+    findings = {finding.what: finding for finding in check.check(run, Gpus(1, 1, 80.0))}
+    assert "there is no folder /nowhere/qwen" in findings["model"].problem
+    assert "remedy: give the folder of a Hugging Face model" in findings["model"].problem
+    assert {what for what, finding in findings.items() if finding.skipped} == {
+        "tokenizer", "data and prompts", "reward", "engine", "memory of the GPUs",
+    }  # fmt: skip
+    assert not findings["daemon and keys"].problem
+
+
+def _no_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def _shard_lost(folder: Path) -> None:
+    edit(folder / "model.safetensors.index.json", weight_map={"a": "model-00001-of-00002.safetensors"})
+
+
+def _pointer(folder: Path) -> None:
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+
+
+def _own_code(folder: Path) -> None:
+    edit(folder / "config.json", auto_map={"AutoModelForCausalLM": "x.Y"})
+
+
+def _other_config(folder: Path) -> None:
+    edit(folder / "config.json", hidden_size=48)
+
+
+def _more_layers(folder: Path) -> None:
+    edit(folder / "config.json", num_hidden_layers=3)
+
+
+def _strange(folder: Path) -> None:
+    edit(folder / "config.json", model_type="nothing-known")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "cause"),
+    [
+        (_no_config, "holds no config.json"),
+        (_shard_lost, "lacks model-00001-of-00002.safetensors"),
+        (_pointer, "is no safetensors file"),
+        (_own_code, "brings its own code"),
+        (_other_config, "are of two models: model.embed_tokens.weight has the shape (16, 32) there, not (16, 48)"),
+        (_more_layers, "is not in the weight files"),
+        (_strange, "config.json cannot be used"),
+    ],
+)
+def test_a_folder_that_is_no_whole_model_is_refused(run: Path, own_model: Path, spoil: Any, cause: str) -> None:
+    spoil(own_model)
+    assert cause in refused(run)["model"]
+    assert "remedy: " in refused(run)["model"]
+
+
+# ---------------------------------------------------------------- tokenizer, data, reward
+
+
+def _many_tokens(folder: Path) -> None:
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.WordLevel({f"w{i}": i for i in range(100)} | {"<eos>": 100}, unk_token="w0")).save(str(folder / "tokenizer.json"))
+
+
+def _broken(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "cause"),
+    [
+        (_many_tokens, "the tokenizer does not match the model"),
+        (_broken, "tokenizer.json"),
+        (lambda folder: edit(folder / "generation_config.json", eos_token_id=15), "token 15 is to end an answer"),
+        (lambda folder: edit(folder / "generation_config.json", eos_token_id=4), "the tokenizer ends texts with '<eos>' (token 1)"),
+    ],
+)
+def test_a_tokenizer_of_another_model_is_refused(run: Path, own_model: Path, spoil: Any, cause: str) -> None:
+    spoil(own_model)
+    found = refused(run)["tokenizer"]
+    assert cause in found
+    assert "remedy: " in found
+
+
+def test_a_missing_column_is_named_with_those_that_are_there(run: Path) -> None:
+    change(run, 'answer_field = "answer"', 'answer_field = "solution"')
+    found = refused(run)["data and prompts"]
+    assert "no 'solution'; there is 'question', 'answer', 'level'" in found
+    assert "remedy: set data.answer_field" in found
+
+
+def test_overlong_prompts_are_told_with_their_rows(run: Path, data: Path) -> None:
+    with data.open("a") as file:
+        file.write(json.dumps({"question": "1" * 50, "answer": "1"}) + "\n")
+    found = refused(run)["data and prompts"]
+    assert "1 of 41 prompts do not have 1 to 32 tokens: row 40 has 50" in found
+    assert 'data.on_overlong = "drop"' in found
+    change(run, 'on_overlong = "stop"', 'on_overlong = "drop"')
+    (said,) = [finding.note for finding in check.check(run, NO_GPU) if finding.what == "data and prompts"]
+    assert "they are left out" in said
+
+
+RAISES = 'def f(prompt, answer, meta):\n    return float(meta["no such column"])\n'
+NAN = 'def f(prompt, answer, meta):\n    return float("nan")\n'
+SAME = "def f(prompt, answer, meta):\n    return 1.0\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "cause"),
+    [(RAISES, "KeyError"), (NAN, "nan"), ("import nothing_there\n", "reward.function"), ("g = 1\n", "reward.function")],
+)
+def test_a_reward_function_that_cannot_work_is_refused(
+    run: Path, source: str, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _use(run, source, tmp_path, monkeypatch)
+    assert cause in refused(run)["reward"]
+
+
+def _use(run: Path, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "their_rewards.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    change(run, '"trainer.verifiers:math"', '"their_rewards:f"')
+
+
+def test_a_reward_that_cannot_tell_answers_apart_is_pointed_at(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _use(run, SAME, tmp_path, monkeypatch)
+    (said,) = [finding for finding in check.check(run, NO_GPU) if finding.what == "reward"]
+    assert not said.problem
+    assert "LOOK" in said.note
+
+
+# ---------------------------------------------------------------- GPUs, engine, daemon
+
+
+BIG = Shape(8_000_000_000, 36, 4096, 12288, 151936)
+FITS = Job(16, 80.0, 8192, True, BIG.parameters, False, False, 0.9, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "cause", "remedy"),
+    [
+        ({"ranks": 1}, "too big for the GPUs: 128.0 GB of weights", "train on 3 GPUs or more"),
+        ({"ranks": 8, "micro_tokens": 65536}, "a micro-batch does not fit", "lower trainer.micro_batch_tokens"),
+        ({"checkpointing": False, "micro_tokens": 32768}, "a micro-batch does not fit", "activation_checkpointing = true"),
+        ({"engine_share": 0.2}, "too little is left for its cache", "raise run.gpus_per_engine"),
+        ({"reserved": True}, "shares its GPU with the trainer", "engine.gpu_memory_share = 0.83"),
+        ({"reserved": True, "ranks": 2, "micro_tokens": 512}, "do not fit on one GPU", "reserved.workers = 0"),
+        ({"reference": True, "ranks": 2}, "too big for the GPUs: 80.0 GB", "lora.rank"),
+    ],
+)
+def test_what_does_not_fit_is_told_with_its_figures(changes: dict[str, Any], cause: str, remedy: str) -> None:
+    assert memory.problem(BIG, FITS) == ("", "")
+    found = memory.problem(BIG, replace(FITS, **changes))
+    assert cause in found[0]
+    assert remedy in found[1]
+
+
+def test_a_model_too_big_for_the_job_s_gpus_is_refused(run: Path) -> None:
+    assert "memory of the GPUs" not in refused(run, Gpus(2, 2, 80.0))
+    assert "remedy: " in refused(run, Gpus(2, 2, 0.0001))["memory of the GPUs"]
+
+
+def test_what_a_draft_chooses_for_a_large_model_fits(own_model: Path, data: Path, tmp_path: Path) -> None:
+    from trainer.prepare import draft as drafts
+
+    large = replace(
+        model.look(own_model), parameters=BIG.parameters, vocabulary=BIG.vocabulary,
+        config={"hidden_size": BIG.hidden, "num_hidden_layers": BIG.layers, "intermediate_size": BIG.inner},
+    )  # fmt: skip
+    wish = drafts.Wish("r", tmp_path, 8, 2, 80.0, "p", "", "", "vllm", "py", tmp_path, 100)
+    path = tmp_path / "run.toml"
+    path.write_text(drafts.run_toml(large, rows.look(data), wish))
+    config = read_run(path)
+    job = replace(
+        FITS, ranks=16, micro_tokens=config.trainer.micro_batch_tokens, checkpointing=config.trainer.activation_checkpointing,
+        reserved=True, engine_share=config.engine.gpu_memory_share, engine_gpus=config.run.gpus_per_engine,
+    )  # fmt: skip
+    assert memory.problem(drafts.shape_of(large), job) == ("", "")
+
+
+def test_an_engine_that_is_not_installed_is_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    change(run, 'name = "reference"', 'name = "vllm"')
+    real = check.importlib.util.find_spec
+    monkeypatch.setattr(check.importlib.util, "find_spec", lambda name: None if name == "vllm" else real(name))
+    assert 'pip install "scavenger[vllm]"' in refused(run)["engine"]
+
+
+def test_a_daemon_that_was_never_started_is_told(run: Path, site: Path) -> None:
+    shutil.rmtree(site)
+    assert "there is no folder" in refused(run)["daemon and keys"]
+
+
+def test_a_wrong_key_in_the_file_ends_the_check(run: Path) -> None:
+    change(run, "[optimizer]", "[optimizer]\nspeed = 1")
+    (finding,) = check.check(run, NO_GPU)
+    assert "unknown key 'optimizer.speed'" in finding.problem
+    assert check.told(run, [finding])[1] is False
+    assert check.told(run, [Finding("x")])[1] is True
+
+
+# ---------------------------------------------------------------- the command
+
+
+def command(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "scavenger", "init", *words]
+    return subprocess.run(argv, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_init_writes_and_checks_a_run_and_says_what_is_wrong(
+    own_model: Path, data: Path, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    (tmp_path / "scavenger.toml").write_text(f'[daemon]\nstate_dir = "{site}"\n')
+    words = ("--model", "model", "--data", "data.jsonl", "--gpus", "0", "--engine", "reference", "--reward", "mine:f")
+    made = command("a-run", *words, cwd=tmp_path)
+    assert made.returncode == 0, made.stderr
+    assert read_run(tmp_path / "a-run" / "run.toml").run.state_dir == site
+    (tmp_path / "a-run" / "mine.py").write_text(RAISES)
+    bad = command("a-run", "--check", cwd=tmp_path)
+    assert (bad.returncode, bad.stdout.count("ok  "), bad.stdout.count("REFUSED")) == (2, 8, 1), bad.stdout + bad.stderr
+    assert "reward function mine:f failed 1 times: it raised KeyError" in bad.stdout
+
+
+def test_half_a_run_and_no_run_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    assert "both --model and --data" in command("x", "--model", "m", cwd=tmp_path).stderr
+    nothing = command("--check", cwd=tmp_path)
+    assert nothing.returncode == 2
+    assert "holds no run.toml" in nothing.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slurm
+def test_slurm_takes_the_job_script(own_model: Path, data: Path, tmp_path: Path, slurm_sandbox: SlurmSandbox) -> None:
+    folder = tmp_path / "a folder" / "my-run"
+    assert draft(folder, own_model, data, "--gpus=1") == 0
+    argv = ["sbatch", "--test-only", str(folder / "train.sbatch")]
+    said = subprocess.run(argv, env=slurm_sandbox.env, capture_output=True, text=True, timeout=60, check=False)
+    assert said.returncode == 0, said.stderr
+    assert "partition reserved" in said.stderr

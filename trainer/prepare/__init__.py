@@ -1,0 +1,9 @@
+"""What stands between a model, a data set and a submitted job: `draft` writes a run's files, `check` says what would stop it.
+
+    model.py    what a model's folder says of itself          rows.py     which columns and files a data set has
+    memory.py   what training takes of a GPU (pure)           draft.py    the text of run.toml and train.sbatch (pure)
+    engines.py  what engines would refuse                     check.py   every check, in order
+    __main__.py the commands, which `scavenger init` starts
+
+Knows no daemon's state but whether its files are there; starts no job.
+"""

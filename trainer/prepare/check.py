@@ -1,0 +1,260 @@
+"""What would stop a run, told before any job is submitted: `scavenger init --check`. Changes and submits nothing.
+
+Owns the order of the checks and their words; each asks the part that the run itself would ask. One that fails does not hide the next,
+unless that needs what the first did not get.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from scavenger import config as configs
+from scavenger import keys
+from scavenger.config import RunConfig
+from scavenger.errors import ConfigError, ScavengerError
+from trainer.data import Problem, Problems, open_tokenizer, stop_tokens
+from trainer.prepare import memory
+from trainer.prepare import model as models
+from trainer.prepare.draft import shape_of
+from trainer.prepare.memory import Job
+from trainer.prepare.model import ModelFacts
+
+#: A vocabulary may be padded, but a tokenizer of less than half the model's is another model's.
+LEAST_SHARE = 0.5
+PROBES = 3
+DIRECTIVE = re.compile(r"^#SBATCH\s+--(nodes|ntasks|gpus-per-node)[= ](?:[A-Za-z][\w-]*:)?(\d+)|^# gpu-memory-gb=([\d.]+)", re.MULTILINE)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One check's result. `problem`: cause and remedy, "" where all is well. `note`: what was seen."""
+
+    what: str
+    problem: str = ""
+    note: str = ""
+    skipped: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Gpus:
+    """What the job asks for. `gb`: of one GPU; 0 = not known."""
+
+    ranks: int
+    per_node: int
+    gb: float
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What earlier checks found, for later ones."""
+
+    model: ModelFacts | None = None
+    tokenizer: Tokenizer | None = None
+    problems: list[Problem] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+
+
+def gpus_of(script: str) -> Gpus:
+    """From the text of a train.sbatch. Pure."""
+    found = {"nodes": 1.0, "ntasks": 0.0, "gpus-per-node": 0.0, "gb": 0.0}
+    for name, number, gb in DIRECTIVE.findall(script):
+        found[name or "gb"] = float(number or gb)
+    per_node = int(found["gpus-per-node"])
+    return Gpus(int(found["ntasks"]) or max(1, int(found["nodes"]) * per_node), per_node, found["gb"])
+
+
+def check(run_toml: Path, gpus: Gpus) -> Iterator[Finding]:
+    """Every check of the run in `run_toml`, in order."""
+    seen = _Seen()
+    try:
+        config = configs.read_run(run_toml)
+    except ScavengerError as error:
+        yield Finding("run.toml", str(error))
+        return
+    yield Finding("run.toml", note=f"run {config.run.name}, {config.run.steps} steps of {config.data.prompts_per_step} prompts")
+    yield _ask("model", lambda: _model(config, seen))
+    yield _ask("tokenizer", lambda: _tokenizer(config, seen), seen.model)
+    yield _ask("data and prompts", lambda: _data(config, seen), seen.tokenizer)
+    yield _ask("reward", lambda: _reward(config, seen), seen.problems or None)
+    yield _ask("algorithm", lambda: _algorithm(config))
+    yield _ask("engine", lambda: _engine(config), seen.model)
+    yield _ask("memory of the GPUs", lambda: _memory(config, seen, gpus), seen.model)
+    yield _ask("daemon and keys", lambda: _daemon(config))
+
+
+def _ask(what: str, function: Callable[[], str], needs: object = True) -> Finding:
+    if needs is None:
+        return Finding(what, note="not looked at: it needs what was refused above", skipped=True)
+    try:
+        return Finding(what, note=function())
+    except ScavengerError as error:
+        return Finding(what, str(error))
+
+
+def _model(config: RunConfig, seen: _Seen) -> str:
+    facts = models.look(config.model.path)
+    from trainer.prepare import engines  # seconds of imports: only where the folder is one
+
+    wanted = engines.wanted_weights((config.model.path / "config.json").read_text())
+    missing = [name for name in wanted if name not in facts.shapes]
+    differing = [name for name in wanted if name in facts.shapes and facts.shapes[name] != wanted[name]]
+    if missing or differing:
+        first = (missing or differing)[0]
+        how = "is not in the weight files" if missing else f"has the shape {facts.shapes[first]} there, not {wanted[first]}"
+        raise ConfigError(
+            f"model.path: {facts.folder}: config.json and weights are of two models: {first} {how}", "copy the model's whole folder again"
+        )
+    if facts.context and config.model.context_length > facts.context:
+        raise ConfigError(
+            f"model.context_length = {config.model.context_length}, the model was made for {facts.context} tokens",
+            f"set model.context_length = {facts.context} or lower",
+        )
+    seen.model = facts
+    return f"{facts.architecture}, {facts.parameters / 1e6:.2f} M parameters, {facts.vocabulary} tokens"
+
+
+def _tokenizer(config: RunConfig, seen: _Seen) -> str:
+    assert seen.model is not None
+    facts, tokenizer = seen.model, open_tokenizer(config.model.path)
+    size, remedy = tokenizer.get_vocab_size(with_added_tokens=False), "copy tokenizer.json and config.json from the same model"
+    if size > facts.vocabulary or tokenizer.get_vocab_size() < LEAST_SHARE * facts.vocabulary:
+        where = facts.folder / "tokenizer.json"
+        raise ConfigError(f"the tokenizer does not match the model: {where} has {size} tokens, the model {facts.vocabulary}", remedy)
+    ends = stop_tokens(config.model.path, config.sampling.stop_token_ids)
+    strange = [token for token in ends if token >= facts.vocabulary or tokenizer.id_to_token(token) is None]
+    if strange:
+        raise ConfigError(f"token {strange[0]} is to end an answer, and the tokenizer has no such token", remedy)
+    _own_end(config, tokenizer, ends)
+    seen.tokenizer = tokenizer
+    return f"answers end with {', '.join(f'{token} ({tokenizer.id_to_token(token)})' for token in ends)}"
+
+
+def _own_end(config: RunConfig, tokenizer: Tokenizer, ends: tuple[int, ...]) -> None:
+    """The tokenizer names an end of its own: unless it ends answers, every answer would run into the length limit."""
+    path = config.model.path / "tokenizer_config.json"
+    if config.sampling.stop_token_ids or not path.is_file():
+        return
+    named = models.read_json(path, "save the model's tokenizer again").get("eos_token")
+    text = named.get("content") if isinstance(named, dict) else named
+    token = tokenizer.token_to_id(text) if text else None
+    if text and token not in ends:
+        raise ConfigError(
+            f"the tokenizer ends texts with {text!r} ({'no token of its' if token is None else f'token {token}'}), "
+            f"the model's configuration with {', '.join(map(str, ends))}",
+            "copy tokenizer and generation_config.json from the same model, or set sampling.stop_token_ids",
+        )
+
+
+def _data(config: RunConfig, seen: _Seen) -> str:
+    assert seen.tokenizer is not None
+    assert seen.model is not None
+    problems = Problems(config, seen.tokenizer, seen.said.append)
+    seen.problems = problems.take(0, max(PROBES, config.data.prompts_per_step))
+    held_out = problems.held_out()
+    worst = max((token for problem in (*seen.problems, *held_out) for token in problem.tokens), default=0)
+    if worst >= seen.model.vocabulary:
+        raise ConfigError(f"a prompt holds token {worst}, the model has {seen.model.vocabulary}", "the tokenizer is another model's")
+    longest = max(len(problem.tokens) for problem in (*seen.problems, *held_out))
+    return "; ".join([*seen.said, f"prompts of the first step have up to {longest} tokens, {len(held_out)} problems are held out"])
+
+
+def _reward(config: RunConfig, seen: _Seen) -> str:
+    """Call it as the run will: with no answer, with the problem's own, with a wrong one."""
+    from trainer.rewards import RewardRunner
+
+    reward, found = config.reward, []
+    with RewardRunner(
+        reward.function, timeout_s=reward.timeout_s, retries=0, version=reward.version, options=reward.options, memory_gb=reward.memory_gb
+    ) as runner:
+        for problem in seen.problems[:PROBES]:
+            for answer in (str(problem.meta.get("answer", "")), "", "no"):
+                found.append(runner.score(problem.text, answer, problem.meta))
+    own = found[0::3]
+    said = f"problems' own answers get {', '.join(f'{value:g}' for value in own)}"
+    return said if max(found) > min(found) else f"{said}, as do wrong ones: LOOK whether the function can tell answers apart"
+
+
+def _algorithm(config: RunConfig) -> str:
+    from trainer.algorithms.rows import resolve
+
+    resolve(config.algorithm, config.sampling.max_tokens)
+    if config.lora.rank and importlib.util.find_spec("peft") is None:
+        raise ConfigError("lora.rank needs peft", 'install it: pip install "scavenger[lora]"')
+    return config.algorithm.name
+
+
+def _engine(config: RunConfig) -> str:
+    text = (config.model.path / "config.json").read_text()
+    if config.engine.name == "vllm":
+        if importlib.util.find_spec("vllm") is None:
+            raise ConfigError(
+                'engine.name = "vllm", and this Python has no vLLM',
+                'pip install "scavenger[vllm]" on the training job\'s nodes and for harvest.python, or set engine.name = "reference"',
+            )
+        return "vllm"
+    from trainer.prepare import engines
+
+    engines.check_reference(text)
+    return "reference: small models and tests; vllm is many times as fast" if importlib.util.find_spec("vllm") else "reference"
+
+
+def _memory(config: RunConfig, seen: _Seen, gpus: Gpus) -> str:
+    assert seen.model is not None
+    if not gpus.per_node:
+        return "train.sbatch asks for no GPU: not looked at"
+    if not gpus.gb:
+        return "not looked at: say --gpu-memory-gb"
+    from trainer.algorithms.rows import resolve
+
+    shape, trainer, lora = shape_of(seen.model), config.trainer, config.lora
+    adapters = lora.rank * 2 * shape.hidden * len(lora.targets) * shape.layers  # about: some layers are wider
+    job = Job(
+        gpus.ranks, gpus.gb, trainer.micro_batch_tokens, trainer.activation_checkpointing,
+        adapters if lora.rank else shape.parameters,
+        resolve(config.algorithm, config.sampling.max_tokens).needs_reference and not lora.rank,
+        bool(config.reserved.workers) and config.engine.name == "vllm",
+        config.engine.gpu_memory_share, config.run.gpus_per_engine,
+    )  # fmt: skip
+    cause, remedy = memory.problem(shape, job)
+    if cause:
+        raise ConfigError(cause, remedy)
+    asks = memory.need(shape, job)
+    return f"{asks.states:.1f} GB of states and about {asks.step:.1f} GB for a micro-batch, of {gpus.gb:g} GB on each of {gpus.ranks}"
+
+
+def _daemon(config: RunConfig) -> str:
+    run = config.run
+    if not run.state_dir.is_dir():
+        raise ConfigError(
+            f"run.state_dir: there is no folder {run.state_dir}",
+            "name the daemon's state directory (daemon.state_dir of the site's scavenger.toml); its admin makes it with `scavenger init`",
+        )
+    keys.read_keypair(run.key or keys.owner_key_path(run.state_dir))
+    there = keys.read_rendezvous(run.state_dir)
+    return f"the daemon on {there.host}"
+
+
+def told(run_toml: Path, findings: list[Finding]) -> tuple[list[str], bool]:
+    """Lines for a terminal, and whether a job may be submitted."""
+    said = [f"{run_toml}:"]
+    for finding in findings:
+        word = "REFUSED" if finding.problem else "skipped" if finding.skipped else "ok     "
+        said.append(f"  {word}  {finding.what}{f': {finding.note}' if finding.note else ''}")
+        said += [f"           {line}" for line in finding.problem.splitlines()]
+    return said, not any(finding.problem for finding in findings)
+
+
+def document(findings: list[Finding]) -> str:
+    """The same as JSON, for programs."""
+    rows: list[dict[str, Any]] = [
+        {"what": f.what, "problem": f.problem, "note": f.note, "skipped": f.skipped} for f in findings
+    ]
+    return json.dumps(rows, indent=1)

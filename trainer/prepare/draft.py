@@ -1,0 +1,245 @@
+"""The text of a new run's `run.toml` and `train.sbatch`, commented. Pure: facts in, text out.
+
+Owns the choices that a first run gets. Every key's meaning and the rest of them: docs/config.md.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.prepare import memory
+from trainer.prepare.memory import Job, Shape
+from trainer.prepare.model import ModelFacts
+from trainer.prepare.rows import DataFacts
+
+SHIPPED = "scripts/train.sbatch"
+ANSWER_TOKENS = 1024
+MICRO_TOKENS = 16384
+#: From this many parameters on, activations are computed again.
+LARGE = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What the user said. `gpus`: of each node, 0 = none. `state_dir`: "" = not known. `longest`: tokens of the longest prompt seen."""
+
+    name: str
+    folder: Path
+    gpus: int
+    nodes: int
+    gpu_gb: float
+    partition: str
+    state_dir: str
+    reward: str
+    engine: str
+    python: str
+    train_script: Path
+    longest: int
+
+
+def shape_of(model: ModelFacts) -> Shape:
+    c = model.config
+    hidden = int(c.get("hidden_size") or 0)
+    return Shape(
+        model.parameters, int(c.get("num_hidden_layers") or 0), hidden, int(c.get("intermediate_size") or 4 * hidden), model.vocabulary
+    )
+
+
+def lengths(context: int, longest: int) -> tuple[int, int]:
+    """model.context_length and sampling.max_tokens: room for the prompts and a chat template around them, within the model's context."""
+    room = -(-(longest * 5 // 4 + 64) // 64) * 64
+    if not context:
+        return room + ANSWER_TOKENS, ANSWER_TOKENS
+    answer = max(1, min(ANSWER_TOKENS, context // 2 if longest <= context // 2 else context - longest - 1))
+    return min(context, room + answer), answer
+
+
+def run_toml(model: ModelFacts, data: DataFacts, wish: Wish) -> str:
+    context, answer = lengths(model.context, wish.longest)
+    ranks, large = max(1, wish.gpus * wish.nodes), model.parameters >= LARGE
+    engine_gpus = next((n for n in (1, 2, 4, 8) if 2 * model.parameters / n < 0.5 * wish.gpu_gb * memory.GB), 8)
+    job = Job(ranks, wish.gpu_gb, MICRO_TOKENS, large, model.parameters, False, True, 0.9, engine_gpus)
+    share = memory.share_beside(shape_of(model), job) if wish.gpus else 0.9
+    sections = [
+        _head(model, data, wish),
+        _run(wish, engine_gpus),
+        _model(model, context),
+        _data(model, data),
+        _sampling(model, answer),
+        _engine(wish, share),
+        _reward(data, wish),
+        _training(data, wish, ranks, large),
+    ]
+    return "\n".join(sections)
+
+
+def _s(value: object) -> str:
+    """A TOML string."""
+    return json.dumps(str(value), ensure_ascii=False)
+
+
+def _head(model: ModelFacts, data: DataFacts, wish: Wish) -> str:
+    return f"""# {wish.name}: {model.architecture}, {model.parameters / 1e6:.2f} M parameters, trained on {Path(data.path).name}.
+# Every key is explained in docs/config.md, the algorithms in docs/training.md; lines that begin with # and a key show further keys.
+#   scavenger init {shlex.quote(str(wish.folder))} --check        what would stop it, before any job is submitted
+#   python -m trainer {shlex.quote(str(wish.folder / "run.toml"))} --local     a try in one process, without a cluster
+#   sbatch {shlex.quote(str(wish.folder / "train.sbatch"))}
+"""
+
+
+def _run(wish: Wish, engine_gpus: int) -> str:
+    state = (
+        f"state_dir = {_s(wish.state_dir)}"
+        if wish.state_dir
+        else 'state_dir = "state"                 # SET THIS: daemon.state_dir in the site\'s scavenger.toml; ask its admin'
+    )
+    return f"""[run]
+name = {_s(wish.name)}
+seed = 1
+steps = 300
+{state}
+out_dir = "out"                     # checkpoints and metrics.jsonl; relative to this file
+max_engines = 16                    # harvested engines at most; the daemon's own limit applies too
+gpus_per_engine = {engine_gpus}
+#harvest = false                    # the same run on the reserved GPUs alone, for a comparison (under another name)
+"""
+
+
+def _model(model: ModelFacts, context: int) -> str:
+    most = f"; the model's own limit is {model.context}" if model.context else ""
+    return f"""[model]
+path = {_s(model.folder)}
+context_length = {context}          # prompt and answer together{most}
+"""
+
+
+def _data(model: ModelFacts, data: DataFacts) -> str:
+    chat = bool(model.chat)
+    lines = [
+        "[data]",
+        f"task = {_s(data.task)}",
+        f"path = {_s(data.path)}",
+        f"prompt_field = {_s(data.prompt_field)}            # of the columns {', '.join(data.columns)}",
+        f"answer_field = {_s(data.answer_field)}            # what the reward verifies against",
+        f"chat = {'true' if chat else 'false'}                        # "
+        + ("prompts go through the model's chat template" if chat else "the model has no chat template: prompts go as they are"),
+    ]
+    if data.mathematics and chat:
+        lines.append('system = "Reason step by step and put the final answer into \\\\boxed{}."')
+    if "enable_thinking" in model.chat:
+        lines.append("chat_options = { enable_thinking = false }   # true: answers begin with long thoughts; raise sampling.max_tokens")
+    lines += [
+        'on_overlong = "stop"                # or "drop": prompts that leave no room for an answer are left out, and counted',
+        "prompts_per_step = 64",
+        "samples_per_prompt = 8",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _sampling(model: ModelFacts, answer: int) -> str:
+    ids = ", ".join(map(str, model.end))
+    end = (
+        f"#stop_token_ids = [{ids}]          # what ends an answer; this is what {model.end_source} says, and the default"
+        if model.end
+        else "stop_token_ids = []                 # SET THIS: the model's folder names no eos_token_id"
+    )
+    return f"""[sampling]
+max_tokens = {answer}
+temperature = 1.0
+{end}
+"""
+
+
+def _engine(wish: Wish, share: float) -> str:
+    gpu, why = "", '           # "vllm" for speed: docs/engines.md'
+    if wish.engine == "vllm":
+        gpu = f"gpu_memory_share = {share:.2f}             # of a GPU's memory; reserved engines share their GPUs with the trainer\n"
+        why = ""
+    return f"""[engine]
+name = {_s(wish.engine)}{why}
+max_batch = 64                      # samples that one engine generates at once
+{gpu}"""
+
+
+def _reward(data: DataFacts, wish: Wish) -> str:
+    if wish.reward:
+        chosen, why = wish.reward, "f(prompt: str, answer: str, meta: dict) -> float, in a module beside this file or installed"
+    elif data.mathematics:
+        chosen, why = "trainer.verifiers:math", f"1 where the answer equals `{data.answer_field}`; or your own module:function"
+    else:
+        chosen, why = "trainer.verifiers:exact", f"1 where the answer is `{data.answer_field}` by the letter; or your own"
+    return f"""[reward]
+function = {_s(chosen)}    # {why}
+timeout_s = 10.0
+retries = 1
+on_reward_error = "stop"            # or "mask": answers that cannot be judged are left out, and counted
+"""
+
+
+def _training(data: DataFacts, wish: Wish, ranks: int, large: bool) -> str:
+    held_out = f"path = {_s(data.held_out)}\n" if data.held_out else "#path = ...         # held-out rows; else taken out of data.path\n"
+    problems = 256 if data.held_out or len(data.rows) >= 200 else max(1, len(data.rows) // 5)
+    return f"""[algorithm]
+name = "grpo"                       # or dapo, dr_grpo, rloo, gspo, cispo, ...: docs/training.md
+#kl_coef = 0.001                    # keeps the starting model in memory too
+#on_length = "mask"                 # answers that max_tokens ended are not trained
+
+[optimizer]
+lr = 1e-6
+warmup_steps = 10
+
+[lora]
+rank = 0                            # above 0: adapters of that rank are trained, not all weights
+
+[reserved]
+workers = {ranks}                         # engines on the training job's own GPUs, one each
+wake_after_s = 30.0
+
+[checkpoint]
+every = 20
+keep = 2
+
+[eval]
+every = 50
+problems = {problems}
+{held_out}
+[weights]
+listen = "0.0.0.0"                  # engines on other nodes pull from here
+
+[trainer]
+micro_batch_tokens = {MICRO_TOKENS}
+activation_checkpointing = {'true' if large else 'false'}
+"""
+
+
+def train_sbatch(wish: Wish) -> str:
+    """A job script that is submitted as it stands. The shipped one does the work; this one says where and how large."""
+    gpus = f"#SBATCH --gpus-per-node={wish.gpus}\n" if wish.gpus else ""
+    return f"""#!/usr/bin/env bash
+# The training job of {wish.name}:   sbatch {shlex.quote(str(wish.folder / "train.sbatch"))} [trainer arguments]
+# Reserved GPUs: a partition that nobody preempts.
+#SBATCH --job-name={wish.name}
+#SBATCH --partition={wish.partition}
+#SBATCH --nodes={wish.nodes}
+# One task (an MPI rank) a GPU.
+#SBATCH --ntasks={max(1, wish.gpus * wish.nodes)}
+{gpus}#SBATCH --cpus-per-task=4
+#SBATCH --time=2-00:00:00
+# A job that Slurm ends starts again from the newest checkpoint, and so does a second sbatch.
+#SBATCH --requeue
+#SBATCH --open-mode=append
+# Relative to this folder, where your own reward module is looked for, too.
+#SBATCH --chdir="{wish.folder}"
+#SBATCH --output=train-%j.log
+##SBATCH --account=...
+##SBATCH --qos=...
+# Read by `scavenger init --check`:
+# gpu-memory-gb={wish.gpu_gb:g}
+set -euo pipefail
+# The same path on every node, with scavenger's extra [trainer].
+export SCAVENGER_PYTHON=${{SCAVENGER_PYTHON:-{shlex.quote(wish.python)}}}
+exec bash {shlex.quote(str(wish.train_script))} {shlex.quote(str(wish.folder / "run.toml"))} "$@"
+"""

@@ -1,0 +1,99 @@
+"""What a step takes of each GPU's memory, and whether a model fits. Pure arithmetic over sizes; knows no torch and no file.
+
+Two kinds of figures. *Certain*: states, which follow from the model, the ranks and the optimizer. *Estimated*: activations of one
+micro-batch, by the values that a decoder layer of the usual kind keeps. A run is refused for either; the remedy names what changes most.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GB = 1e9
+#: Of a GPU's memory: the CUDA context, NCCL's buffers and what the allocator cannot use.
+USABLE = 0.94
+#: bfloat16 values kept for the backward pass, per token and layer: of the hidden width, and of the feed-forward's.
+KEPT_HIDDEN, KEPT_INNER = 14, 4
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of a model: `parameters` in all, `inner` the feed-forward's width."""
+
+    parameters: int
+    layers: int
+    hidden: int
+    inner: int
+    vocabulary: int
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """`trained`: parameters that have gradients (all of them, or the adapters'). `reference`: a second copy of the model is kept."""
+
+    ranks: int
+    gpu_gb: float
+    micro_tokens: int
+    checkpointing: bool
+    trained: int
+    reference: bool
+    reserved: bool
+    engine_share: float
+    engine_gpus: int
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """Gigabytes a GPU. `states`: masters, gradients, optimizer, reference. `step`: one micro-batch's activations, logits, layers."""
+
+    states: float
+    step: float
+    engine: float
+    usable: float
+
+
+def need(shape: Shape, job: Job) -> Need:
+    """float32 masters of all parameters, gradient and two moments of the trained ones (12 bytes), all sharded over the ranks."""
+    states = (4 * shape.parameters * (2 if job.reference else 1) + 12 * job.trained) / job.ranks
+    layer = max(0, shape.parameters - shape.vocabulary * shape.hidden) / max(1, shape.layers)
+    gathered = 2 * (2 * layer + shape.vocabulary * shape.hidden)  # bfloat16: this layer, the next one, the vocabulary's matrix
+    inside = job.micro_tokens * 2 * (KEPT_HIDDEN * shape.hidden + KEPT_INNER * shape.inner)
+    kept = shape.layers * job.micro_tokens * 2 * shape.hidden + inside if job.checkpointing else shape.layers * inside
+    logits = job.micro_tokens * shape.vocabulary * 2 * 2  # and their gradient
+    engine = 2 * shape.parameters / job.engine_gpus
+    return Need(states / GB, (gathered + kept + logits) / GB, engine / GB, USABLE * job.gpu_gb)
+
+
+def problem(shape: Shape, job: Job) -> tuple[str, str]:
+    """Cause and remedy where it does not fit, else two empty texts."""
+    asks = need(shape, job)
+    held = f"{asks.states:.1f} GB of weights, gradients and optimizer state a GPU, on {job.ranks} of {job.gpu_gb:g} GB"
+    if asks.states > asks.usable:
+        ranks = -(-int(asks.states * job.ranks * 1.2) // max(1, int(asks.usable)))
+        return f"the model is too big for the GPUs: {held}", f"train on {ranks} GPUs or more, or adapters only: lora.rank = 16"
+    if asks.states + asks.step > asks.usable:
+        more = "" if job.checkpointing else "set trainer.activation_checkpointing = true, or "
+        return (
+            f"a micro-batch does not fit: {held}, and about {asks.step:.1f} GB for {job.micro_tokens} tokens",
+            f"{more}lower trainer.micro_batch_tokens, or train on more GPUs",
+        )
+    if asks.engine > 0.85 * job.engine_share * job.gpu_gb:
+        return (
+            f"an engine's weights take {asks.engine:.1f} GB of each of its {job.engine_gpus} GPUs, of which it may have "
+            f"{job.engine_share * job.gpu_gb:.1f} GB: too little is left for its cache",
+            "raise run.gpus_per_engine, or engine.gpu_memory_share",
+        )
+    if job.reserved and asks.states + job.engine_share * job.gpu_gb > asks.usable:
+        share = (asks.usable - asks.states) / job.gpu_gb
+        if share * job.gpu_gb * 0.85 > asks.engine:
+            return (
+                f"a reserved engine shares its GPU with the trainer: {held}, and the engine takes {job.engine_share * job.gpu_gb:.1f} GB",
+                f"set engine.gpu_memory_share = {int(share * 100) / 100:.2f} or lower, or reserved.workers = 0",
+            )
+        return f"trainer and reserved engine do not fit on one GPU: {held}", "train on more GPUs, or set reserved.workers = 0"
+    return "", ""
+
+
+def share_beside(shape: Shape, job: Job) -> float:
+    """The largest engine.gpu_memory_share, at most 0.9, that leaves room for the trainer's states; 0.2 at least."""
+    asks = need(shape, job)
+    return max(0.2, min(0.9, int((asks.usable - asks.states) / job.gpu_gb * 100) / 100))
