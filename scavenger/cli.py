@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import getpass
-import logging
 import os
 import signal
 import socket

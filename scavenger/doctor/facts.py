@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TypeVar
 
-from scavenger.cluster import commands
+from scavenger.cluster import commands, slurm_text
 from scavenger.cluster.model import Node, Partition
 from scavenger.errors import ClusterError
 
@@ -119,7 +119,7 @@ class Facts:
         if match:
             return float(match[1])
         try:
-            return commands.parse_duration(found)
+            return slurm_text.parse_duration(found)
         except ClusterError as error:
             raise Missing(f"{key} = {found!r} is no time") from error
 
@@ -201,8 +201,8 @@ def _qos(line: str) -> Qos:
         row["Name"],
         frozenset(name for name in row["Preempt"].split(",") if name),
         row["PreemptMode"],
-        _read(commands.parse_duration, row["GraceTime"] or "0"),
-        _read(commands.parse_duration, row["PreemptExemptTime"] or "0"),
+        _read(slurm_text.parse_duration, row["GraceTime"] or "0"),
+        _read(slurm_text.parse_duration, row["PreemptExemptTime"] or "0"),
         float(factor) if re.fullmatch(r"\d+(\.\d+)?", factor) else 1.0,
         tuple((name, row[name]) for name in QOS_FIELDS[6:] if row[name]),
     )
