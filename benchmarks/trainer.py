@@ -1,6 +1,6 @@
 """Tokens a second of our training step against TRL's GRPOTrainer step: the same model, samples, loss and threads, in one process.
 
-    python benchmarks/trainer.py [--steps 10] [--hidden 192 --layers 4 --vocabulary 2048] [--json out.json]
+    python benchmarks/trainer.py [--steps 10] [--hidden 128 --layers 4 --vocabulary 1024] [--json out.json]
 
 Both sides get the same finished samples (prompt, answer, advantage) and do the rest of a step: forward, loss, backward over all
 micro-batches, clipping, AdamW (fused). TRL's side is its own loop (`GRPOTrainer.train`), timed from `on_step_begin` to `on_step_end`; only
@@ -245,8 +245,8 @@ def _three(ours: Ours) -> list[float]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     for name, default in (
-        ("steps", 10), ("hidden", 192), ("layers", 4), ("vocabulary", 2048), ("context", 1024), ("prompts", 8), ("siblings", 8),
-        ("length", 96), ("prompt-tokens", 16), ("seed", 0),
+        ("steps", 10), ("hidden", 128), ("layers", 4), ("vocabulary", 1024), ("context", 1024), ("prompts", 8), ("siblings", 8),
+        ("length", 64), ("prompt-tokens", 16), ("seed", 0),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--budgets", type=int, nargs="+", default=[1024, 2048, 4096], help="micro_batch_tokens to choose from")
