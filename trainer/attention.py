@@ -54,7 +54,7 @@ def packed_attention(
 
 def _stacked(part: Tensor, samples: int) -> Tensor:
     """[1, H, S * T, D] of S samples of one length -> [S, H, T, D]."""
-    return part[0].unflatten(1, (samples, -1)).transpose(0, 1)
+    return part[0].reshape(part.shape[1], samples, -1, part.shape[3]).transpose(0, 1)
 
 
 def _one(query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None) -> Tensor:
