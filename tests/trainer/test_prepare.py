@@ -349,6 +349,17 @@ def test_a_daemon_that_was_never_started_is_told(run: Path, site: Path) -> None:
     assert "there is no folder" in refused(run)["daemon and keys"]
 
 
+def test_a_run_with_a_daemon_of_its_own_needs_none_before_it_starts(run: Path, site: Path, tmp_path: Path) -> None:
+    (site / "rendezvous.json").unlink()
+    assert refused(run).keys() == {"daemon and keys"}
+    toml = tmp_path / "scavenger.toml"
+    toml.write_text(f'[daemon]\nstate_dir = "{site}"\n')
+    change(run, "#[daemon]\n#embedded = true", f'[daemon]\nconfig = "{toml}"\nembedded = true')
+    assert refused(run) == {}
+    toml.write_text('[daemon]\nstate_dir = "/another"\n')
+    assert "name one directory in both" in refused(run)["daemon and keys"]
+
+
 def test_a_wrong_key_in_the_file_ends_the_check(run: Path) -> None:
     change(run, "[optimizer]", "[optimizer]\nspeed = 1")
     (finding,) = check.check(run, NO_GPU)

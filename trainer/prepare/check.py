@@ -20,6 +20,7 @@ from scavenger import config as configs
 from scavenger import keys
 from scavenger.config import RunConfig
 from scavenger.errors import ConfigError, ScavengerError
+from trainer import embedded
 from trainer.data import Problem, Problems, open_tokenizer, stop_tokens
 from trainer.prepare import memory
 from trainer.prepare import model as models
@@ -238,6 +239,9 @@ def _daemon(config: RunConfig) -> str:
             "name the daemon's state directory (daemon.state_dir of the site's scavenger.toml); its admin makes it with `scavenger init`",
         )
     keys.read_keypair(run.key or keys.owner_key_path(run.state_dir))
+    if config.daemon.embedded:  # nobody serves before the job
+        embedded.check(config)
+        return f"the run starts its own, as {config.daemon.config} says"
     there = keys.read_rendezvous(run.state_dir)
     return f"the daemon on {there.host}"
 

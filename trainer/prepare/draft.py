@@ -105,6 +105,9 @@ out_dir = "out"                     # checkpoints and metrics.jsonl; relative to
 max_engines = 16                    # harvested engines at most; the daemon's own limit applies too
 gpus_per_engine = {engine_gpus}
 #harvest = false                    # the same run on the reserved GPUs alone, for a comparison (under another name)
+
+#[daemon]
+#embedded = true                    # for a site that runs no daemon: this run starts its own, see docs/admin.md
 """
 
 
