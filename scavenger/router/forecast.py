@@ -89,6 +89,7 @@ class Forecast:
     last: StepSeen | None = None
     engines: dict[int, Engine] = field(default_factory=dict)
     prompt: Average = field(default_factory=lambda: Average(0.0, 1e-6, 500.0))
+    _step: StepSubmitted | None = None  # the newest, as it was asked for last
     _submitted_at: float | None = None
     _evaluating: bool = False
     _versions: dict[int, int] = field(default_factory=dict)  # worker -> what it loaded last
@@ -124,12 +125,22 @@ class Forecast:
             case Toggled():
                 (self.wake if fact.awake else self.sleep).observe(fact.seconds)
             case StepSubmitted():
-                self._submitted_at, self._evaluating = now, fact.purpose != "train"
+                if self.begins(fact):
+                    self._submitted_at, self._evaluating = now, fact.purpose != "train"
+                self._step = fact
                 if fact.cap and not self._evaluating:
                     self.capped(fact.cap)
             case StepFinished():
                 self._step_finished(fact)
                 self._tell_lives(now)
+
+    def begins(self, fact: StepSubmitted) -> bool:
+        """Whether a step begins with this, asked before it is observed.
+
+        A step that asks for more samples (replacements, another call's share) goes on; one that asks for no more is another attempt's.
+        """
+        known = self._step
+        return known is None or (fact.step, fact.purpose) != (known.step, known.purpose) or fact.samples <= known.samples
 
     @property
     def sleep_s(self) -> float:

@@ -11,8 +11,10 @@ from scavenger.harvest.autoscale import Rules
 from scavenger.router import policy as seam
 from scavenger.router.forecast import Forecast
 from scavenger.router.policy import PlainView, RouterPolicy, SampleView, Standard, StepView, WorkerView
-from scavenger.router.predictive import MANY_LOST, PAUSE_S, Predictive
+from scavenger.router.predictive import Predictive
 from scavenger.router.predictive_fleet import TRIAL_S, FleetSizer
+from scavenger.router.predictive_outlook import PAUSE_S
+from scavenger.router.predictive_placing import MANY_LOST
 from scavenger.router.predictive_settings import Settings
 from scavenger.simulate import presets
 from tests.router.small_site import SmallSite, Trainer
@@ -198,6 +200,64 @@ def test_a_ranking_serves_the_next_free_slots() -> None:
     (second,) = policy.place(later, 1.0)
     assert second.worker_id == 1
     assert "next in the ranking" in second.reason
+
+
+def test_samples_that_come_back_go_on_at_once_and_the_order_is_found_anew_only_after_a_pause() -> None:
+    """An engine that falls asleep gives its samples back one after the other: not each of them is a reason to look at all."""
+    policy = Predictive("r")
+    queued = [sample(i, i // 4) for i in range(12)]
+    step, workers = StepView(step=1, samples=16, groups=4), [worker(1), worker(2)]
+    policy.place(PlainView(step=step, samples=queued, queued=queued, workers=workers), 0.0)
+    back = [sample(12, 3, length=5, moves=1), sample(13, 3, length=9, moves=1)]
+
+    def placed(waiting: list[SampleView], now: float) -> seam.Placement:
+        room = [worker(1, leases=3), worker(2, leases=4)]
+        (answer,) = policy.place(PlainView(step=step, samples=[*queued, *back], queued=waiting, workers=room), now)
+        return answer
+
+    first = placed([back[0], *queued[8:]], 0.5)
+    assert (first.sample_id, first.reason) == (12, "next in the ranking, which 1 joined, to the emptiest engine")
+    second = placed([back[1], *queued[8:]], 1.0)
+    assert (second.sample_id, second.reason) == (13, "next in the ranking, which 1 joined, to the emptiest engine")
+    late = placed([sample(14, 3, length=9, moves=1), *back, *queued[8:]], PAUSE_S)
+    assert "tokens expected" in late.reason
+
+
+def test_a_step_that_asks_for_more_samples_goes_on() -> None:
+    """What dynamic sampling replaces: the engines' loads, what was trained and when the window was solved stay as they were."""
+    policy = Predictive("r")
+    queued = [sample(i, i // 4) for i in range(8)]
+    view = PlainView(step=StepView(step=1, samples=8, groups=2), samples=queued, queued=queued, workers=[worker(1, kind="reserved")])
+    policy.observe(seam.StepSubmitted(1, "train", 8, 2), 0.0)
+    first = policy.window(view, 0.0)
+    policy.observe(seam.StepSubmitted(1, "train", 12, 1), 1.0)
+    again = policy.window(view, 1.0)
+    assert first is not None
+    assert again is not None
+    assert (again.reason, again.again_at) == (first.reason, PAUSE_S), "no step began: nothing is solved sooner than after the pause"
+    policy.observe(seam.WorkerReady(1, "reserved", "n1", 1, 2, False, 0.0, 0.0, 0.0), 60.0)
+    assert policy.forecast.load_s("reserved") > 30.0, "counted from the step's begin, not from its replacements"
+    policy.window(view, 61.0)
+    for finished in range(11):
+        policy.observe(seam.SampleFinished(finished, 0, 1, 5, 100, False, 1, "reserved", "n1"), 61.5)
+    done = PlainView(step=StepView(step=1, samples=12, finished=12, groups=3), workers=view.workers)
+    undone = policy.window(done, 61.5)
+    policy.observe(seam.SampleFinished(11, 0, 1, 5, 100, False, 1, "reserved", "n1"), 61.6)
+    ended = policy.window(done, 61.6)
+    assert undone is not None
+    assert ended is not None
+    assert (undone.close, ended.close) == (False, True), "of twelve samples, not of eight"
+
+
+def test_a_step_that_another_attempt_asks_for_begins_again() -> None:
+    forecast = Forecast()
+    asked = seam.StepSubmitted(1, "train", 8, 2)
+    assert forecast.begins(asked)
+    forecast.observe(asked, 0.0)
+    assert not forecast.begins(seam.StepSubmitted(1, "train", 12, 1))
+    assert forecast.begins(asked), "no more than before: from the beginning"
+    assert forecast.begins(seam.StepSubmitted(1, "eval", 12, 1))
+    assert forecast.begins(seam.StepSubmitted(2, "train", 8, 2))
 
 
 def test_only_a_worker_that_cannot_be_asked_back_gets_a_bounded_lease() -> None:
