@@ -1,7 +1,7 @@
 """All that a run's controllers have learned, from facts alone: lengths, engines, the trainer, starts, lives. Pure.
 
 Each part states its own prior (`forecast_lengths`, `forecast_speed`, `harvest.survival`); here are the priors of plain durations. They say
-what a mid-size model on one GPU takes, matter until the first step is over, and are weighed as one measurement. Knows facts
+what a mid-size model on one GPU takes, and matter until the first step is over (`forecast_speed.Average`). Knows facts
 (`policy.Fact`) and no view, decides nothing.
 """
 
@@ -79,7 +79,7 @@ class Forecast:
     start: Average = field(default_factory=lambda: Average(PRIOR_START_S))
     loads: dict[str, Average] = field(default_factory=dict)
     finish: Average = field(default_factory=lambda: Average(PRIOR_FINISH_S))
-    train: Ratio = field(default_factory=lambda: Ratio(0.0, 1000.0))
+    train: Ratio = field(default_factory=lambda: Ratio(0.0, 20.0))
     sleep: Average = field(default_factory=lambda: Average(PRIOR_TOGGLE_S))
     wake: Average = field(default_factory=lambda: Average(PRIOR_TOGGLE_S))
     to_training: Average = field(default_factory=lambda: Average(0.0, 1e-6))

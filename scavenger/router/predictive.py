@@ -63,6 +63,7 @@ class Predictive:
         self._new_step = self._changed = True
         self._asked_for = self._unfinished = 0  # samples of the step
         self._asked: tuple[int, str] | None = None
+        self._first_asked = 0  # engines, before the first step
 
     @property
     def every_s(self) -> float:
@@ -142,8 +143,9 @@ class Predictive:
         if view.step.purpose != "train" and self._asked is not None:
             return self._asked  # engines stay over an evaluation
         if not view.step.samples or self.forecast.lengths is None:
-            return self._standard.engines(view, now)
-        target, why = self._fleet.engines(view, self.forecast, now)
+            self._first_asked, why = self._standard.engines(view, now)
+            return self._first_asked, why
+        target, why = self._fleet.engines(view, self.forecast, now, self._first_asked)
         retired = len(self._mover.retired & {w.id for w in view.workers})
         self._asked = max(0, target - retired), f"{why}; {retired} were freed by merging the step's tail" if retired else why
         return self._asked

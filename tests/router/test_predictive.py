@@ -9,6 +9,7 @@ import pytest
 
 from scavenger.harvest.autoscale import Rules
 from scavenger.router import policy as seam
+from scavenger.router import window as windows
 from scavenger.router.forecast import Forecast
 from scavenger.router.policy import PlainView, RouterPolicy, SampleView, Standard, StepView, WorkerView
 from scavenger.router.predictive import Predictive
@@ -284,6 +285,33 @@ def test_samples_wait_for_engines_that_are_about_to_be_ready_rather_than_crowd_t
     assert placed("loading") == 8
     assert placed("asleep") == 32
     assert placed("loading", cap=600) == 32, "an answer of a second is done before they are there"
+
+
+def test_how_many_are_served_at_a_time_is_decided_for_several_short_steps_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It costs ten solutions of the window: in a run whose steps take three seconds not one of them would be free of it."""
+    decided: list[int] = []
+    monkeypatch.setattr(windows, "serve", lambda orders, usual: decided.append(1) or usual)
+    policy, queued = Predictive("r"), [sample(i, i // 4) for i in range(8)]
+    for step in range(1, 9):
+        now = 3.0 * step
+        policy.observe(seam.StepSubmitted(step, "train", 8, 2), now)
+        workers = [worker(1, kind="reserved"), worker(2)]
+        view = PlainView(step=StepView(step=step, samples=8, groups=2), samples=queued, queued=queued, workers=workers)
+        assert policy.place(view, now)
+        policy.observe(seam.StepFinished(step, "train", {"seconds": 3.0, "seconds_train": 1.0}), now + 2.9)
+    assert len(decided) == 2, "in the first step, and in that which begins twelve seconds later"
+
+
+def test_engines_that_were_asked_for_before_the_first_step_are_not_given_back_in_it() -> None:
+    policy = Predictive("r")
+    evaluation = StepView(step=0, purpose="eval", samples=512, groups=64)
+    start = PlainView(step=evaluation, workers=[worker(1, "reserved")], max_engines=3, max_batch=96)
+    assert policy.engines(start, 0.0)[0] == 3
+    policy.observe(seam.StepSubmitted(1, "train", 8, 2, cap=7), 1.0)
+    first = PlainView(step=StepView(step=1, samples=8, groups=2), workers=start.workers, max_engines=3, max_batch=96)
+    engines, why = policy.engines(first, 1.0)
+    assert engines == 3
+    assert "no step was seen yet" in why
 
 
 def test_a_run_of_short_steps_is_looked_at_as_often_as_its_steps_ask() -> None:
