@@ -13,7 +13,6 @@ which is what placement, offload and the window reckon with. Priors are stated b
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -69,17 +68,17 @@ class CurveFit:
         self._scale_sum = self._weight = 0.0
         self.seen = 0
 
-    def observe(self, batch: float, context: float, step_s: float, weight: float = 1.0) -> None:
-        """One measurement: the mean seconds of a step with this batch and context. `weight`: what it counts beside others."""
+    def observe(self, batch: float, context: float, step_s: float) -> None:
+        """One measurement: the mean seconds of a step with this batch and context."""
         if batch <= 0 or step_s <= 0 or context < 0:
             raise ValueError(f"a decode step of {step_s} s with {batch} sequences and {context} tokens")
         row = [_SCALE[0] / step_s, _SCALE[1] * batch / step_s, _SCALE[2] * context / step_s]
         for i in range(3):
-            self._right[i] = self.KEEP * self._right[i] + weight * row[i]
+            self._right[i] = self.KEEP * self._right[i] + row[i]
             for j in range(3):
-                self._gram[i][j] = self.KEEP * self._gram[i][j] + weight * row[i] * row[j]
-        self._scale_sum = self.KEEP * self._scale_sum + weight * step_s / Curve(*PRIOR_STEP).step_s(batch, context)
-        self._weight = self.KEEP * self._weight + weight
+                self._gram[i][j] = self.KEEP * self._gram[i][j] + row[i] * row[j]
+        self._scale_sum = self.KEEP * self._scale_sum + step_s / Curve(*PRIOR_STEP).step_s(batch, context)
+        self._weight = self.KEEP * self._weight + 1.0
         self.seen += 1
 
     def curve(self, prior: Curve | None = None) -> Curve:
@@ -137,10 +136,6 @@ class Curves:
 
     #: A kind's own line is solved again after this share of new measurements.
     FRESH = 0.05
-    #: A measurement further than this below the line (in logs) counts less, once so many were seen: beats that come late, on a busy
-    #: machine, make an engine look several times as fast as it is, and the error that is made least is relative to what was measured, so
-    #: that one of four times the speed would count for sixteen. One that lasts is still learned.
-    FAR, KNOWN = 0.4, 4
 
     def __init__(self) -> None:
         self._all = CurveFit()
@@ -148,11 +143,8 @@ class Curves:
         self._cached: dict[str, tuple[int, int, Curve]] = {}
 
     def observe(self, kind: str, batch: float, context: float, step_s: float) -> None:
-        weight = 1.0
-        if self.seen(kind) >= self.KNOWN and step_s > 0:
-            weight = self.FAR / max(self.FAR, math.log(self.curve(kind).step_s(batch, context) / step_s))
-        self._all.observe(batch, context, step_s, weight)
-        self._kinds.setdefault(kind, CurveFit()).observe(batch, context, step_s, weight)
+        self._all.observe(batch, context, step_s)
+        self._kinds.setdefault(kind, CurveFit()).observe(batch, context, step_s)
 
     def seen(self, kind: str) -> int:
         fit = self._kinds.get(kind)

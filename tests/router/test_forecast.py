@@ -253,22 +253,6 @@ def test_averages_start_at_their_prior_and_forget_it() -> None:
         ratio.observe(0.0, 1.0)
 
 
-def test_beats_that_come_late_do_not_bend_an_engines_line_and_a_lasting_change_does() -> None:
-    """Two heartbeats that arrive together make an engine look several times as fast as it is."""
-    paced = Curve(0.25, 0.0, 0.0)
-    calm, jittered, faster = Curves(), Curves(), Curves()
-    for n in range(20):
-        for curves in (calm, jittered, faster):
-            curves.observe("harvested", 60 + n, 600 + 10 * n, paced.step_s(60 + n, 0))
-    jittered.observe("harvested", 17, 216, 0.06)
-    for n in range(60):
-        faster.observe("harvested", 60 + n % 20, 600, 0.25 / 3)
-    usual = calm.curve("harvested").step_s(96, 960)
-    assert jittered.curve("harvested").step_s(96, 960) == pytest.approx(usual, rel=0.1)
-    assert jittered.curve("harvested").per_sample < 0.001, "more samples at a time are not taken to cost more"
-    assert faster.curve("harvested").step_s(70, 700) == pytest.approx(0.25 / 3, rel=0.2)
-
-
 def test_a_prior_hardly_outlasts_the_first_measurement() -> None:
     """Ten seconds of an update's prior would be most of a step of two seconds for as many steps."""
     forecast = Forecast()
