@@ -34,6 +34,8 @@ PRIOR_TRANSFER_S = 0.1
 TRAIN_PREFILLS = 6.0
 #: Pieces of a running engine's life are told to the survival curves this often, so that they count as lives at risk.
 LIFE_PIECE_S = 900.0
+#: Lives are not told apart below this.
+LOSS_LEAST_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,8 +181,12 @@ class Forecast:
         )
 
     def loss_per_s(self, gpus: int, now: float) -> float:
-        """The hazard that a harvested engine is lost, over the next quarter of an hour of one of unknown age."""
-        return self.survival.curve(node_class(gpus), now).hazard_to(LIFE_PIECE_S) / LIFE_PIECE_S
+        """The hazard that a harvested engine is lost, over the next step (at most a quarter of an hour) of one of unknown age.
+
+        Where engines live for seconds, all that outlast a quarter of an hour say nothing of a step that takes seconds too.
+        """
+        horizon_s = LIFE_PIECE_S if self.last is None else min(LIFE_PIECE_S, max(LOSS_LEAST_S, self.last.seconds))
+        return self.survival.curve(node_class(gpus), now).hazard_to(horizon_s) / horizon_s
 
     # ---------------------------------------------------------------- facts
 

@@ -1,7 +1,7 @@
 """Which queued sample goes where, from one decision to the next. Pure.
 
     anew     a look at every sample of the step: the order (`placement.order` or what `Service` finds better), each to the engine that
-             would be done with it first; at a step's start and every `RANKING_S`
+             would be done with it first; at a step's start, after a loss and every `RANKING_S`
     ranked   the next of that order to the emptiest engine: what a free slot costs. Who came back since (an engine fell asleep or was
              lost) goes first, until the order is found anew, which a pause bounds
     at once  the samples of an engine that was lost with very many
@@ -52,6 +52,7 @@ class Placer:
         self.ranking = Ranking()
         self._limits: dict[int, int] = {}
         self._share = 0
+        self._fewer = False  # engines than when the limits were made
         self._lost_at, self._lost = -math.inf, 0  # when engines were lost last, with how many samples
 
     def observe(self, fact: Fact, now: float, *, begins: bool) -> None:
@@ -65,18 +66,21 @@ class Placer:
             case WorkerReady() | WorkerLost() | WorkerJoined():
                 self.service.changed = True
                 if isinstance(fact, WorkerLost):
+                    self._fewer = True
                     self._lost = fact.samples + (self._lost if self._lost_at == now else 0)
                     self._lost_at = now
 
     def place(self, view: RunView, now: float) -> Sequence[Placement]:
-        free = [s for s in view.slots() if s.leases < self._limit(s)]
+        # The limits were made for engines of which one is lost: what it held would wait for those left to be done, beside free slots.
+        anew = self._fewer and now >= self.ranking.at + self._outlook.pause_s()
+        free = [s for s in view.slots() if s.leases < (s.max_batch if anew else self._limit(s))]
         if not free:
             return ()
         if now == self._lost_at and self._lost >= MANY_LOST:
             why = f"engines were lost with {self._lost} samples at once: to the emptiest"
             moved = itertools.islice(view.waiting(), self._lost)  # what has tokens comes first
             return [Placement(sample, worker, None, why) for sample, worker in placement.place(moved, self._within_limits(free))]
-        if now >= self.ranking.at + RANKING_S:
+        if anew or now >= self.ranking.at + RANKING_S:
             return self._anew(view, now)
         if self.ranking.has_all(view):
             return self._ranked(view, free, "next in the ranking")
@@ -113,6 +117,7 @@ class Placer:
         ]
         ranked = self._order(picture, jobs, now)
         self.ranking.renew(ranked, view.came if len(jobs) == len(queued) else None, now)
+        self._fewer = False
         engines = {engine.worker_id: engine for engine in self._engines_of(picture)}
         self._limits, self._share = {worker_id: engine.limit for worker_id, engine in engines.items()}, picture.fair_share
         leases = placement.assign(ranked, engines.values())

@@ -124,7 +124,7 @@ SHARES = (0.85, 0.7, 0.6, 0.5, 0.42, 0.35)
 #: Fewer than so many at a time leave an engine mostly unused, whatever is predicted.
 LEAST_SERVED = 8
 #: Another order or limit than the usual one must end the step sooner by this share.
-SERVE_GAIN = 0.05
+SERVE_GAIN = 0.01
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scavenger.router.forecast import Forecast
 from scavenger.router.forecast_lengths import Belief, Group, LengthForecast, impute
 from scavenger.router.forecast_speed import PREFILL_SHARE, PRIOR_STEP, Average, Curve, CurveFit, Curves, Ratio
-from scavenger.router.policy import SampleFinished, StepFinished, Toggled
+from scavenger.router.policy import SampleFinished, StepFinished, Toggled, WorkerJoined, WorkerLost
 
 CAP = 14_000
 
@@ -263,3 +263,12 @@ def test_a_prior_hardly_outlasts_the_first_measurement() -> None:
     assert forecast.finish.value < 0.3
     assert forecast.sleep_s < 0.2
     assert forecast.costs(Curve(0.25, 0.0, 0.0), 1, 1).train_s == pytest.approx(0.0005, rel=0.5)
+
+
+def test_engines_that_live_for_seconds_are_expected_to_be_lost_within_steps_of_seconds() -> None:
+    forecast = Forecast()
+    forecast.observe(StepFinished(1, "train", {"seconds": 5.0, "seconds_train": 1.0}), 5.0)
+    for worker in range(40):
+        forecast.observe(WorkerJoined(worker, "harvested", "n1", 1), 10.0 * worker)
+        forecast.observe(WorkerLost(worker, "harvested", "n1", 1, 8.0, True, "SIGTERM"), 10.0 * worker + 8.0)
+    assert forecast.loss_per_s(1, 400.0) > 0.05

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 
+import msgspec
 import pytest
 
 from scavenger.harvest.autoscale import Rules
@@ -312,6 +313,34 @@ def test_engines_that_were_asked_for_before_the_first_step_are_not_given_back_in
     engines, why = policy.engines(first, 1.0)
     assert engines == 3
     assert "no step was seen yet" in why
+
+
+def test_what_a_lost_engine_held_does_not_wait_beside_free_slots() -> None:
+    """Limits are made for the engines that are there, and for those that are about to be: one less, and all of them are too low."""
+    policy = Predictive("r")
+    policy.observe(seam.StepSubmitted(1, "train", 64, 8), 0.0)
+    samples = [sample(i, i // 8, cap=20_000) for i in range(64)]
+    step = StepView(step=1, samples=64, groups=8, submitted_at=1.0)
+    workers = [worker(1, max_batch=64), *(worker(i, max_batch=64, serves=False, status="loading") for i in (2, 3))]
+    first = policy.place(PlainView(step=step, samples=samples, queued=samples, workers=workers, max_batch=64), 1.5)
+    assert len(first) == 22, "the others' shares are kept for them"
+    held = [msgspec.structs.replace(s, worker_id=1 + at // 22) for at, s in enumerate(samples)]
+    policy.observe(seam.WorkerLost(3, "harvested", "n3", 1, 5.0, True, "preempted", 20), 5.0)
+    back = [msgspec.structs.replace(s, worker_id=0, moves=1, length=9) for s in held[44:]]
+    left = [worker(1, leases=22, max_batch=64), worker(2, leases=22, max_batch=64)]
+    view = PlainView(step=step, samples=[*held[:44], *back], queued=back, workers=left, max_batch=64)
+    assert {answer.sample_id for answer in policy.place(view, 5.0)} == set(range(44, 64))
+
+
+def test_nobody_waits_for_an_engine_where_one_more_costs_the_others_nothing() -> None:
+    """A paced engine: its step takes as long with many samples as with few."""
+    policy = Predictive("r")
+    for n in range(20):
+        policy.observe(seam.EngineProgress(1, "harvested", "n1", 1, 8 + 4 * n, 20.0 * (8 + 4 * n), 4 * (8 + 4 * n), 1.0), 0.0)
+    queued = [sample(i, i // 4, cap=600) for i in range(32)]
+    workers = [worker(1, max_batch=64), *(worker(i, max_batch=64, serves=False, status="loading") for i in range(2, 5))]
+    view = PlainView(step=StepView(step=1, samples=32, groups=8, submitted_at=1.0), samples=queued, queued=queued, workers=workers)
+    assert len(policy.place(view, 2.0)) == 32
 
 
 def test_a_run_of_short_steps_is_looked_at_as_often_as_its_steps_ask() -> None:
