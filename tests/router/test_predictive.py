@@ -237,18 +237,19 @@ def test_a_step_that_asks_for_more_samples_goes_on() -> None:
     assert first is not None
     assert again is not None
     assert (again.reason, again.again_at) == (first.reason, PAUSE_S), "no step began: nothing is solved sooner than after the pause"
+    policy.observe(seam.StepSubmitted(1, "train", 16, 1), 50.0)
     policy.observe(seam.WorkerReady(1, "reserved", "n1", 1, 2, False, 0.0, 0.0, 0.0), 60.0)
     assert policy.forecast.load_s("reserved") > 30.0, "counted from the step's begin, not from its replacements"
     policy.window(view, 61.0)
-    for finished in range(11):
+    for finished in range(15):
         policy.observe(seam.SampleFinished(finished, 0, 1, 5, 100, False, 1, "reserved", "n1"), 61.5)
-    done = PlainView(step=StepView(step=1, samples=12, finished=12, groups=3), workers=view.workers)
+    done = PlainView(step=StepView(step=1, samples=16, finished=16, groups=4), workers=view.workers)
     undone = policy.window(done, 61.5)
-    policy.observe(seam.SampleFinished(11, 0, 1, 5, 100, False, 1, "reserved", "n1"), 61.6)
+    policy.observe(seam.SampleFinished(15, 0, 1, 5, 100, False, 1, "reserved", "n1"), 61.6)
     ended = policy.window(done, 61.6)
     assert undone is not None
     assert ended is not None
-    assert (undone.close, ended.close) == (False, True), "of twelve samples, not of eight"
+    assert (undone.close, ended.close) == (False, True), "of sixteen samples, not of eight"
 
 
 def test_a_step_that_another_attempt_asks_for_begins_again() -> None:
