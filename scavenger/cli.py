@@ -56,7 +56,7 @@ def demo(
     seed: Annotated[int, typer.Option(min=0)] = 0,
     compare: Annotated[bool, typer.Option("--compare", help="a short run twice, undisturbed and preempted: rewards step by step")] = False,
     preempt_every_s: Annotated[float | None, typer.Option(min=0, help="mean seconds between other users' jobs; 0 = none")] = None,
-    policy: Annotated[str, typer.Option(help="router.policy: predictive or standard")] = "standard",
+    policy: Annotated[str, typer.Option(help="router.policy: predictive or standard")] = "predictive",
 ) -> None:
     """Run everything on this machine: a private Slurm, preempted engines, a training job that learns."""
     import dataclasses

@@ -94,7 +94,7 @@ class HarvestSection(Section):
 class RouterSection(Section):
     """What decides which engine generates which sample, when reserved engines sleep, and how many engines are asked for."""
 
-    policy: Literal["predictive", "standard"] = "standard"
+    policy: Literal["predictive", "standard"] = "predictive"
     harvested_gpu_price: Annotated[float, Field(ge=0)] = 1.0  # of a GPU-second, in GPU-seconds of the run's own; 0 = idle GPUs cost nothing
 
 

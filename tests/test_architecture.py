@@ -53,6 +53,7 @@ PURE = (
     "scavenger/router/offload.py",
     "scavenger/router/forecast*.py",
     "scavenger/router/predictive*.py",
+    "scavenger/router/ranking.py",
     "scavenger/router/window.py",
     "scavenger/weights/directory.py",
     "scavenger/weights/manifest.py",

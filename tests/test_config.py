@@ -126,9 +126,11 @@ def test_the_opt_in_to_truncated_sampling_is_enough(tmp_path: Path) -> None:
     assert read_run(path).sampling.top_p == 0.9
 
 
-def test_the_daemon_runs_the_standard_policy_unless_it_is_told_otherwise(tmp_path: Path) -> None:
+def test_the_daemon_runs_the_predicting_policy_unless_it_is_told_otherwise(tmp_path: Path) -> None:
     path = tmp_path / "scavenger.toml"
     path.write_text('[daemon]\nstate_dir = "state"\n')
+    assert read_daemon(path).router.policy == "predictive"
+    path.write_text('[daemon]\nstate_dir = "state"\n[router]\npolicy = "standard"\n')
     assert read_daemon(path).router.policy == "standard"
     path.write_text('[daemon]\nstate_dir = "state"\n[router]\npolicy = "clever"\n')
     with pytest.raises(ConfigError, match=r"router.policy = 'clever'.*'predictive' or 'standard'") as refused:

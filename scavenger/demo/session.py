@@ -46,7 +46,7 @@ class DemoOptions:
     hold_s: float = 4.0
     max_engines: int = 3
     time_limit_s: float = 420.0
-    policy: str = "standard"
+    policy: str = "predictive"
     settings: settings.DemoSettings = field(default_factory=settings.DemoSettings)
 
 

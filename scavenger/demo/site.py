@@ -56,9 +56,8 @@ def daemon_document(options: SiteOptions, state_dir: Path, local_dir: Path | Non
     }  # fmt: skip
     if local_dir is not None:
         cluster["local_dir"] = str(local_dir)
-    # Tests of the mechanics count on all engines that are allowed and on the trainer's own window; the demo can predict. Its GPUs
-    # are taken back every few seconds: at a price no engine would earn its start, and none would be asked for.
-    router = {"policy": "standard", "harvested_gpu_price": 0.0}
+    # Its GPUs are taken back every few seconds: at a price no engine would earn its start, and none would be asked for.
+    router = {"harvested_gpu_price": 0.0}
     harvest = {"partition": "scavenge", "max_engines": options.max_engines, "max_pending": 2, "time_limit_s": 1800.0}
     return {
         "daemon": {"state_dir": str(state_dir), **({"ledger": options.ledger} if options.ledger else {}), **options.daemon},

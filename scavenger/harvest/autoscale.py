@@ -69,10 +69,17 @@ def step_ended(state: State, wait_share: float, useful: int, rules: Rules) -> St
     return State(state.target, wait, low_steps, f"{told}: {band}, so it stays")
 
 
-def start_with(state: State, useful: int) -> State:
-    """Before any step was seen the forecast alone decides: all that is useful is asked for."""
+def start_with(state: State, useful: int, asked: int = 0) -> State:
+    """Before any step was seen the forecast alone decides: all that is useful is asked for.
+
+    `asked`: engines that were asked for before there was a forecast at all. On priors alone none of them is given back: it would have been
+    started for nothing, and may be asked for again a step later.
+    """
     if state.wait is not None:
         return state
+    if asked > useful:
+        why = f"no step was seen yet: the {asked} engines that were asked for stay, though the forecast's are {useful}"
+        return replace(state, target=asked, reason=why)
     return replace(state, target=useful, reason=f"no step was seen yet: the forecast's {useful} engines")
 
 

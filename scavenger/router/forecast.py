@@ -1,7 +1,7 @@
 """All that a run's controllers have learned, from facts alone: lengths, engines, the trainer, starts, lives. Pure.
 
 Each part states its own prior (`forecast_lengths`, `forecast_speed`, `harvest.survival`); here are the priors of plain durations. They say
-what a mid-size model on one GPU takes, matter until the first step is over, and are weighed as one measurement. Knows facts
+what a mid-size model on one GPU takes, and matter until the first step is over (`forecast_speed.Average`). Knows facts
 (`policy.Fact`) and no view, decides nothing.
 """
 
@@ -34,6 +34,8 @@ PRIOR_TRANSFER_S = 0.1
 TRAIN_PREFILLS = 6.0
 #: Pieces of a running engine's life are told to the survival curves this often, so that they count as lives at risk.
 LIFE_PIECE_S = 900.0
+#: Lives are not told apart below this.
+LOSS_LEAST_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,7 @@ class Forecast:
     start: Average = field(default_factory=lambda: Average(PRIOR_START_S))
     loads: dict[str, Average] = field(default_factory=dict)
     finish: Average = field(default_factory=lambda: Average(PRIOR_FINISH_S))
-    train: Ratio = field(default_factory=lambda: Ratio(0.0, 1000.0))
+    train: Ratio = field(default_factory=lambda: Ratio(0.0, 20.0))
     sleep: Average = field(default_factory=lambda: Average(PRIOR_TOGGLE_S))
     wake: Average = field(default_factory=lambda: Average(PRIOR_TOGGLE_S))
     to_training: Average = field(default_factory=lambda: Average(0.0, 1e-6))
@@ -89,6 +91,7 @@ class Forecast:
     last: StepSeen | None = None
     engines: dict[int, Engine] = field(default_factory=dict)
     prompt: Average = field(default_factory=lambda: Average(0.0, 1e-6, 500.0))
+    _step: StepSubmitted | None = None  # the newest, as it was asked for last
     _submitted_at: float | None = None
     _evaluating: bool = False
     _versions: dict[int, int] = field(default_factory=dict)  # worker -> what it loaded last
@@ -124,12 +127,22 @@ class Forecast:
             case Toggled():
                 (self.wake if fact.awake else self.sleep).observe(fact.seconds)
             case StepSubmitted():
-                self._submitted_at, self._evaluating = now, fact.purpose != "train"
+                if self.begins(fact):
+                    self._submitted_at, self._evaluating = now, fact.purpose != "train"
+                self._step = fact
                 if fact.cap and not self._evaluating:
                     self.capped(fact.cap)
             case StepFinished():
                 self._step_finished(fact)
                 self._tell_lives(now)
+
+    def begins(self, fact: StepSubmitted) -> bool:
+        """Whether a step begins with this, asked before it is observed.
+
+        A step that asks for more samples (replacements, another call's share) goes on; one that asks for no more is another attempt's.
+        """
+        known = self._step
+        return known is None or (fact.step, fact.purpose) != (known.step, known.purpose) or fact.samples <= known.samples
 
     @property
     def sleep_s(self) -> float:
@@ -168,8 +181,12 @@ class Forecast:
         )
 
     def loss_per_s(self, gpus: int, now: float) -> float:
-        """The hazard that a harvested engine is lost, over the next quarter of an hour of one of unknown age."""
-        return self.survival.curve(node_class(gpus), now).hazard_to(LIFE_PIECE_S) / LIFE_PIECE_S
+        """The hazard that a harvested engine is lost, over the next step (at most a quarter of an hour) of one of unknown age.
+
+        Where engines live for seconds, all that outlast a quarter of an hour say nothing of a step that takes seconds too.
+        """
+        horizon_s = LIFE_PIECE_S if self.last is None else min(LIFE_PIECE_S, max(LOSS_LEAST_S, self.last.seconds))
+        return self.survival.curve(node_class(gpus), now).hazard_to(horizon_s) / horizon_s
 
     # ---------------------------------------------------------------- facts
 

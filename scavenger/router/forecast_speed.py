@@ -163,9 +163,13 @@ class Curves:
 
 
 class Average:
-    """A duration's exponential average, that starts at a prior worth `strength` measurements and remembers about `memory` of them."""
+    """A duration's exponential average, that starts at a prior worth `strength` measurements and remembers about `memory` of them.
 
-    def __init__(self, prior: float, strength: float = 1.0, memory: float = 20.0) -> None:
+    A prior says what a mid-size model takes: it is for the time before the first measurement, and hardly weighs after it. Worth one whole
+    measurement, ten seconds of it would outlast ten steps of a run whose steps take two.
+    """
+
+    def __init__(self, prior: float, strength: float = 0.02, memory: float = 20.0) -> None:
         self._sum, self._weight, self._keep = prior * strength, strength, 1 - 1 / memory
         self.seen = 0
 

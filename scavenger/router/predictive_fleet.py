@@ -42,12 +42,12 @@ class FleetSizer:
         self._steps += 1
         self._waits.append(wait_share)
 
-    def engines(self, view: RunView, forecast: Forecast, now: float) -> tuple[int, str]:
-        """The number asked for, at most the run's own limit, and why."""
+    def engines(self, view: RunView, forecast: Forecast, now: float, asked: int = 0) -> tuple[int, str]:
+        """The number asked for, at most the run's own limit, and why. `asked`: what was asked for before the run's first step."""
         stale = self._steps >= SIZE_STEPS or (self._steps > 0 and self.state.wait is None)
         if stale or (view.step.samples, view.max_engines) != self._sized_for:
             self._size(view, forecast, now)
-        self.state = autoscale.start_with(self.state, self.useful)
+        self.state = autoscale.start_with(self.state, self.useful, asked)
         for wait in self._waits:
             self.state = autoscale.step_ended(self.state, wait, self.useful, self.rules)
         self._waits.clear()

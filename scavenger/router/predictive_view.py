@@ -144,11 +144,25 @@ class Picture:
 
     @cached_property
     def fair_share(self) -> int:
-        """Samples that each engine would hold if those that are about to be ready held as many."""
+        """Samples that each engine would hold if those that are about to be ready held as many; all, where to wait does not pay."""
         serving = sum(w.serves for w in self.workers)
-        coming = sum(not w.serves and w.status in LOADING and self.ready_in_s(w) <= self._coming_s for w in self.workers)
+        waits = [self.ready_in_s(w) for w in self.workers if not w.serves and w.status in LOADING]
+        coming = [wait_s for wait_s in waits if wait_s <= self._coming_s]
         outstanding = sum(len(group.running) for group in self.groups.values())
-        return -(-outstanding // max(1, serving + coming)) if coming else outstanding
+        if not coming:
+            return outstanding
+        share = -(-outstanding // max(1, serving + len(coming)))
+        return share if self._crowd_s(outstanding, serving, share) > max(coming) else outstanding
+
+    def _crowd_s(self, outstanding: int, serving: int, share: int) -> float:
+        """Seconds by which an answer takes longer where those that serve take all that fit, and not this share."""
+        like = next((w for w in self.workers if w.serves), None)
+        if like is None:
+            return math.inf
+        curve, length = self.curve(like), self.table.expected(Belief(), 0)
+        crowd = min(like.max_batch, -(-outstanding // serving))
+        more = max(0, crowd - share) * (curve.per_sample + curve.per_token * (self._forecast.prompt.value + length / 2))
+        return more * length
 
     @cached_property
     def _coming_s(self) -> float:

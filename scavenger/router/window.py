@@ -146,14 +146,10 @@ def serve(orders: Sequence[Situation], usual: Serving = Serving(), shares: Seque
     `orders`: the same situation with its samples in several orders. Fewer samples at a time make the first groups whole sooner, so that the
     window may close sooner; more make better use of engines.
     """
-    first = orders[0]
-    engines = first.harvested.engines + sum(more for _, more in first.arrivals if more > 0) + first.awake * first.reserved.engines
-    fair = len(first.samples) / max(1.0, engines)
+    fair = _fair(orders[0])
 
     def at(order: int, share: float) -> Serving:
-        limit = max(LEAST_SERVED, math.ceil(share * fair)) if share < NEVER else NEVER
-        limit = limit if limit < fair else NEVER
-        return Serving(order, limit, share if limit < NEVER else NEVER)
+        return _serving(order, share, fair)
 
     tried: dict[Serving, float] = {}
 
@@ -168,8 +164,30 @@ def serve(orders: Sequence[Situation], usual: Serving = Serving(), shares: Seque
     best = best_of(at(order, best.share) for order in range(len(orders)))
     if tried[known] * (1 - SERVE_GAIN) <= tried[best]:
         best = known
-    told = f"{best.limit:.0f} samples an engine" if best.limit < NEVER else "all samples"
-    return replace(best, reason=f"{told} at a time end the step in {tried[best]:.1f} s, all in {tried[Serving()]:.1f} s")
+    return replace(best, reason=f"{_at_a_time(best)} end the step in {tried[best]:.1f} s, all in {tried[Serving()]:.1f} s")
+
+
+def carried(situation: Situation, usual: Serving) -> Serving:
+    """The order and the share of an earlier decision, for these samples and engines: costs no prediction."""
+    kept = _serving(usual.order, usual.share, _fair(situation))
+    return replace(kept, reason=f"{_at_a_time(kept)}, as was decided for a step before")
+
+
+def _fair(situation: Situation) -> float:
+    """Samples for each engine that generates, or will."""
+    coming = sum(more for _, more in situation.arrivals if more > 0)
+    engines = situation.harvested.engines + coming + situation.awake * situation.reserved.engines
+    return len(situation.samples) / max(1.0, engines)
+
+
+def _serving(order: int, share: float, fair: float) -> Serving:
+    limit = max(LEAST_SERVED, math.ceil(share * fair)) if share < NEVER else NEVER
+    limit = limit if limit < fair else NEVER
+    return Serving(order, limit, share if limit < NEVER else NEVER)
+
+
+def _at_a_time(serving: Serving) -> str:
+    return f"{serving.limit:.0f} samples an engine at a time" if serving.limit < NEVER else "all samples at a time"
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,8 @@ from scavenger.wire import (
 
 #: Departed connections whose repeats are answered: a fleet's worth.
 MAX_DEPARTED = 4096
+#: Of the time between two heartbeats: what comes sooner comes after one that was late.
+LEAST_BEAT = 0.9
 
 
 def disconnect(core: Core, worker: Worker) -> None:
@@ -132,9 +134,12 @@ def _heartbeat(core: Core, worker: Worker, beat: Heartbeat) -> None:
 
 
 def _measure(core: Core, worker: Worker, gained: int, context: int) -> None:
-    """What its engine did since its last heartbeat; for the policy only where it held the same samples throughout."""
+    """What its engine did since its last heartbeat; for the policy only where it held the same samples throughout.
+
+    A beat that comes early is one that comes after a late one: on a busy machine an engine would look several times as fast as it is.
+    """
     seconds, batch = core.now - worker.beat_at, len(worker.leases)
-    steady = not worker.changed and batch > 0 and gained > 0
+    steady = not worker.changed and batch > 0 and gained > 0 and seconds >= LEAST_BEAT * core.limits.heartbeat_s
     worker.beat_at, worker.changed = core.now, False
     if seconds <= 0:
         return

@@ -20,6 +20,16 @@ def test_before_a_step_was_seen_all_that_is_useful_is_asked_for() -> None:
     assert start_with(seen, 12) is seen
 
 
+def test_what_was_asked_for_before_any_forecast_stays_until_a_step_was_seen() -> None:
+    """On priors alone an engine that is starting would be given back, and asked for again a step later."""
+    first = start_with(State(), 1, asked=3)
+    assert first.target == 3
+    assert "stay" in first.reason
+    assert start_with(State(), 5, asked=3).target == 5
+    seen = step_ended(first, 0.5, 4, Rules())
+    assert start_with(seen, 1, asked=3) is seen
+
+
 def test_waiting_grows_the_fleet_to_where_the_wait_would_vanish() -> None:
     state = step_ended(State(target=8), 0.5, 64, RULES)
     assert state.target == 16

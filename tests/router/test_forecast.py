@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scavenger.router.forecast import Forecast
 from scavenger.router.forecast_lengths import Belief, Group, LengthForecast, impute
 from scavenger.router.forecast_speed import PREFILL_SHARE, PRIOR_STEP, Average, Curve, CurveFit, Curves, Ratio
+from scavenger.router.policy import SampleFinished, StepFinished, Toggled, WorkerJoined, WorkerLost
 
 CAP = 14_000
 
@@ -249,3 +251,24 @@ def test_averages_start_at_their_prior_and_forget_it() -> None:
         average.observe(-1.0)
     with pytest.raises(ValueError, match="units"):
         ratio.observe(0.0, 1.0)
+
+
+def test_a_prior_hardly_outlasts_the_first_measurement() -> None:
+    """Ten seconds of an update's prior would be most of a step of two seconds for as many steps."""
+    forecast = Forecast()
+    forecast.observe(SampleFinished(1, 1, 1, 1000, 100, False, 1, "harvested", "n1"), 1.0)
+    seconds = {"seconds": 2.5, "seconds_train": 0.55, "seconds_update": 0.04, "seconds_publish": 0.05}
+    forecast.observe(StepFinished(1, "train", seconds), 2.0)
+    forecast.observe(Toggled(1, False, 0.05), 2.0)
+    assert forecast.finish.value < 0.3
+    assert forecast.sleep_s < 0.2
+    assert forecast.costs(Curve(0.25, 0.0, 0.0), 1, 1).train_s == pytest.approx(0.0005, rel=0.5)
+
+
+def test_engines_that_live_for_seconds_are_expected_to_be_lost_within_steps_of_seconds() -> None:
+    forecast = Forecast()
+    forecast.observe(StepFinished(1, "train", {"seconds": 5.0, "seconds_train": 1.0}), 5.0)
+    for worker in range(40):
+        forecast.observe(WorkerJoined(worker, "harvested", "n1", 1), 10.0 * worker)
+        forecast.observe(WorkerLost(worker, "harvested", "n1", 1, 8.0, True, "SIGTERM"), 10.0 * worker + 8.0)
+    assert forecast.loss_per_s(1, 400.0) > 0.05

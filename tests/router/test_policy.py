@@ -234,6 +234,16 @@ def test_a_policy_sees_lengths_so_far_and_engines_as_they_were_measured(bench: B
     assert (seen[-1].step.samples, seen[-1].step.finished, seen[-1].step.groups) == (8, 0, 4)
 
 
+def test_two_beats_that_arrive_together_measure_nothing(bench: Bench, policy: Told, lease: Lease) -> None:
+    """The first of them was late: by the second alone the engine made in a tenth of a second what takes it one."""
+    for seconds, length in ((1.0, 1), (1.9, 2), (0.1, 3), (1.0, 4)):
+        bench.now += seconds
+        bench.say(11, Heartbeat(tuple(Held(i, 1, length) for i in (1, 2, 3, 4)), length, 1))
+    progress = [round(f.seconds, 3) for f in policy.facts if isinstance(f, EngineProgress)]
+    assert 1.9 in progress
+    assert 0.1 not in progress
+
+
 def test_a_policy_hears_of_what_it_may_learn_from(bench: Bench, policy: Told, lease: Lease) -> None:
     bench.chunk(11, lease, 0, 8)
     bench.say(12, Goodbye("SIGTERM", notice=True))

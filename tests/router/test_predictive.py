@@ -5,14 +5,18 @@ from __future__ import annotations
 import math
 import random
 
+import msgspec
 import pytest
 
 from scavenger.harvest.autoscale import Rules
 from scavenger.router import policy as seam
+from scavenger.router import window as windows
 from scavenger.router.forecast import Forecast
 from scavenger.router.policy import PlainView, RouterPolicy, SampleView, Standard, StepView, WorkerView
-from scavenger.router.predictive import MANY_LOST, PAUSE_S, Predictive
+from scavenger.router.predictive import Predictive
 from scavenger.router.predictive_fleet import TRIAL_S, FleetSizer
+from scavenger.router.predictive_outlook import PAUSE_S
+from scavenger.router.predictive_placing import MANY_LOST
 from scavenger.router.predictive_settings import Settings
 from scavenger.simulate import presets
 from tests.router.small_site import SmallSite, Trainer
@@ -200,6 +204,65 @@ def test_a_ranking_serves_the_next_free_slots() -> None:
     assert "next in the ranking" in second.reason
 
 
+def test_samples_that_come_back_go_on_at_once_and_the_order_is_found_anew_only_after_a_pause() -> None:
+    """An engine that falls asleep gives its samples back one after the other: not each of them is a reason to look at all."""
+    policy = Predictive("r")
+    queued = [sample(i, i // 4) for i in range(12)]
+    step, workers = StepView(step=1, samples=16, groups=4), [worker(1), worker(2)]
+    policy.place(PlainView(step=step, samples=queued, queued=queued, workers=workers), 0.0)
+    back = [sample(12, 3, length=5, moves=1), sample(13, 3, length=9, moves=1)]
+
+    def placed(waiting: list[SampleView], now: float) -> seam.Placement:
+        room = [worker(1, leases=3), worker(2, leases=4)]
+        (answer,) = policy.place(PlainView(step=step, samples=[*queued, *back], queued=waiting, workers=room), now)
+        return answer
+
+    first = placed([back[0], *queued[8:]], 0.5)
+    assert (first.sample_id, first.reason) == (12, "next in the ranking, which 1 joined, to the emptiest engine")
+    second = placed([back[1], *queued[8:]], 1.0)
+    assert (second.sample_id, second.reason) == (13, "next in the ranking, which 1 joined, to the emptiest engine")
+    late = placed([sample(14, 3, length=9, moves=1), *back, *queued[8:]], PAUSE_S)
+    assert "tokens expected" in late.reason
+
+
+def test_a_step_that_asks_for_more_samples_goes_on() -> None:
+    """What dynamic sampling replaces: the engines' loads, what was trained and when the window was solved stay as they were."""
+    policy = Predictive("r")
+    queued = [sample(i, i // 4) for i in range(8)]
+    view = PlainView(step=StepView(step=1, samples=8, groups=2), samples=queued, queued=queued, workers=[worker(1, kind="reserved")])
+    policy.observe(seam.StepSubmitted(1, "train", 8, 2), 0.0)
+    first = policy.window(view, 0.0)
+    policy.observe(seam.StepSubmitted(1, "train", 12, 1), 1.0)
+    again = policy.window(view, 1.0)
+    assert first is not None
+    assert again is not None
+    assert (again.reason, again.again_at) == (first.reason, PAUSE_S), "no step began: nothing is solved sooner than after the pause"
+    policy.observe(seam.StepSubmitted(1, "train", 16, 1), 50.0)
+    policy.observe(seam.WorkerReady(1, "reserved", "n1", 1, 2, False, 0.0, 0.0, 0.0), 60.0)
+    assert policy.forecast.load_s("reserved") > 30.0, "counted from the step's begin, not from its replacements"
+    policy.window(view, 61.0)
+    for finished in range(15):
+        policy.observe(seam.SampleFinished(finished, 0, 1, 5, 100, False, 1, "reserved", "n1"), 61.5)
+    done = PlainView(step=StepView(step=1, samples=16, finished=16, groups=4), workers=view.workers)
+    undone = policy.window(done, 61.5)
+    policy.observe(seam.SampleFinished(15, 0, 1, 5, 100, False, 1, "reserved", "n1"), 61.6)
+    ended = policy.window(done, 61.6)
+    assert undone is not None
+    assert ended is not None
+    assert (undone.close, ended.close) == (False, True), "of sixteen samples, not of eight"
+
+
+def test_a_step_that_another_attempt_asks_for_begins_again() -> None:
+    forecast = Forecast()
+    asked = seam.StepSubmitted(1, "train", 8, 2)
+    assert forecast.begins(asked)
+    forecast.observe(asked, 0.0)
+    assert not forecast.begins(seam.StepSubmitted(1, "train", 12, 1))
+    assert forecast.begins(asked), "no more than before: from the beginning"
+    assert forecast.begins(seam.StepSubmitted(1, "eval", 12, 1))
+    assert forecast.begins(seam.StepSubmitted(2, "train", 8, 2))
+
+
 def test_only_a_worker_that_cannot_be_asked_back_gets_a_bounded_lease() -> None:
     def bound(yields: bool) -> int | None:
         policy = Predictive("r")
@@ -224,6 +287,61 @@ def test_samples_wait_for_engines_that_are_about_to_be_ready_rather_than_crowd_t
     assert placed("loading") == 8
     assert placed("asleep") == 32
     assert placed("loading", cap=600) == 32, "an answer of a second is done before they are there"
+
+
+def test_how_many_are_served_at_a_time_is_decided_for_several_short_steps_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It costs ten solutions of the window: in a run whose steps take three seconds not one of them would be free of it."""
+    decided: list[int] = []
+    monkeypatch.setattr(windows, "serve", lambda orders, usual: decided.append(1) or usual)
+    policy, queued = Predictive("r"), [sample(i, i // 4) for i in range(8)]
+    for step in range(1, 9):
+        now = 3.0 * step
+        policy.observe(seam.StepSubmitted(step, "train", 8, 2), now)
+        workers = [worker(1, kind="reserved"), worker(2)]
+        view = PlainView(step=StepView(step=step, samples=8, groups=2), samples=queued, queued=queued, workers=workers)
+        assert policy.place(view, now)
+        policy.observe(seam.StepFinished(step, "train", {"seconds": 3.0, "seconds_train": 1.0}), now + 2.9)
+    assert len(decided) == 2, "in the first step, and in that which begins twelve seconds later"
+
+
+def test_engines_that_were_asked_for_before_the_first_step_are_not_given_back_in_it() -> None:
+    policy = Predictive("r")
+    evaluation = StepView(step=0, purpose="eval", samples=512, groups=64)
+    start = PlainView(step=evaluation, workers=[worker(1, "reserved")], max_engines=3, max_batch=96)
+    assert policy.engines(start, 0.0)[0] == 3
+    policy.observe(seam.StepSubmitted(1, "train", 8, 2, cap=7), 1.0)
+    first = PlainView(step=StepView(step=1, samples=8, groups=2), workers=start.workers, max_engines=3, max_batch=96)
+    engines, why = policy.engines(first, 1.0)
+    assert engines == 3
+    assert "no step was seen yet" in why
+
+
+def test_what_a_lost_engine_held_does_not_wait_beside_free_slots() -> None:
+    """Limits are made for the engines that are there, and for those that are about to be: one less, and all of them are too low."""
+    policy = Predictive("r")
+    policy.observe(seam.StepSubmitted(1, "train", 64, 8), 0.0)
+    samples = [sample(i, i // 8, cap=20_000) for i in range(64)]
+    step = StepView(step=1, samples=64, groups=8, submitted_at=1.0)
+    workers = [worker(1, max_batch=64), *(worker(i, max_batch=64, serves=False, status="loading") for i in (2, 3))]
+    first = policy.place(PlainView(step=step, samples=samples, queued=samples, workers=workers, max_batch=64), 1.5)
+    assert len(first) == 22, "the others' shares are kept for them"
+    held = [msgspec.structs.replace(s, worker_id=1 + at // 22) for at, s in enumerate(samples)]
+    policy.observe(seam.WorkerLost(3, "harvested", "n3", 1, 5.0, True, "preempted", 20), 5.0)
+    back = [msgspec.structs.replace(s, worker_id=0, moves=1, length=9) for s in held[44:]]
+    left = [worker(1, leases=22, max_batch=64), worker(2, leases=22, max_batch=64)]
+    view = PlainView(step=step, samples=[*held[:44], *back], queued=back, workers=left, max_batch=64)
+    assert {answer.sample_id for answer in policy.place(view, 5.0)} == set(range(44, 64))
+
+
+def test_nobody_waits_for_an_engine_where_one_more_costs_the_others_nothing() -> None:
+    """A paced engine: its step takes as long with many samples as with few."""
+    policy = Predictive("r")
+    for n in range(20):
+        policy.observe(seam.EngineProgress(1, "harvested", "n1", 1, 8 + 4 * n, 20.0 * (8 + 4 * n), 4 * (8 + 4 * n), 1.0), 0.0)
+    queued = [sample(i, i // 4, cap=600) for i in range(32)]
+    workers = [worker(1, max_batch=64), *(worker(i, max_batch=64, serves=False, status="loading") for i in range(2, 5))]
+    view = PlainView(step=StepView(step=1, samples=32, groups=8, submitted_at=1.0), samples=queued, queued=queued, workers=workers)
+    assert len(policy.place(view, 2.0)) == 32
 
 
 def test_a_run_of_short_steps_is_looked_at_as_often_as_its_steps_ask() -> None:

@@ -70,7 +70,7 @@ def test_a_policy_that_is_taught_has_learned_lengths_speed_trainer_starts_and_li
     assert forecast.lengths is not None
     assert 10 <= forecast.lengths.table().expected(Belief(), 0) <= 30
     assert forecast.start.value < fresh.forecast.start.value
-    assert forecast.train.value(0.0) == pytest.approx(0.5 / (sum(LENGTHS) + 15 + 1000), rel=0.01)
+    assert forecast.train.value(0.0) == pytest.approx(0.5 / (sum(LENGTHS) + 15 + 20), rel=0.01)
     assert forecast.last is not None
     assert forecast.last.step == 1
     assert forecast.survival.lives() == 1

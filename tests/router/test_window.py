@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from scavenger.router.forecast_speed import Curve
 from scavenger.router.forecast_step import NEVER, Costs, Outstanding, Pool, Situation
-from scavenger.router.window import ALIKE, predict, size_fleet, solve
+from scavenger.router.window import ALIKE, LATER, SERVE_GAIN, Serving, carried, predict, serve, size_fleet, solve
 
 LINE = Curve(0.02, 2e-3, 1e-6)
 COSTS = Costs(prefill_s=2e-4, train_s=2e-3, round_s=0.05, round_groups=2, sleep_s=0.5, wake_s=0.5, finish_s=1.0)
@@ -165,7 +165,7 @@ def test_a_plan_is_never_worse_than_either_extreme(seed: int, groups: int, reser
         return
     if awake:
         extremes = min(predict(at, 0.0), predict(at, NEVER))
-        assert plan.step_s <= extremes * (1 + ALIKE) + 1e-9
+        assert plan.step_s <= extremes * (1 + max(ALIKE, LATER)) + 1e-9
     if reserved:
         assert plan.step_s < NEVER
     assert solve(at) == plan
@@ -182,3 +182,23 @@ def test_the_fleet_grows_to_where_an_engine_saves_too_little_and_no_further() ->
     assert size_fleet(alone, most=64, least_saving=0.03).engines < size.engines
     assert size_fleet(alone, most=3, least_saving=0.01).engines <= 3
     assert size_fleet(alone, most=0, least_saving=0.01).engines == 0
+
+
+def test_fewer_samples_at_a_time_than_fit_are_served_only_where_that_ends_the_step_clearly_sooner() -> None:
+    decided = [serve([situation(seed, groups=16, harvested=3)]) for seed in range(8)]
+    for seed, chosen in enumerate(decided):
+        at = situation(seed, groups=16, harvested=3)
+        all_s, limited_s = solve(at).step_s, solve(replace(at, limit=chosen.limit)).step_s
+        assert chosen.limit == NEVER or limited_s < (1 - SERVE_GAIN) * all_s
+        assert "at a time end the step in" in chosen.reason
+    assert any(chosen.limit == NEVER for chosen in decided)
+
+
+def test_a_decision_that_is_carried_over_is_the_same_share_of_what_each_engine_has_now() -> None:
+    few, many = situation(groups=8), situation(groups=32)
+    kept = carried(many, Serving(1, 10, 0.5, "why"))
+    assert (kept.order, kept.share) == (1, 0.5)
+    assert kept.limit == math.ceil(0.5 * len(many.samples) / 5)
+    assert "decided for a step before" in kept.reason
+    assert carried(many, Serving()).limit == NEVER
+    assert carried(few, Serving(0, 90, 0.85)).limit == NEVER, "of seven samples an engine all are served: fewer would leave it unused"

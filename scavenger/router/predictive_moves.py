@@ -1,0 +1,128 @@
+"""Which running samples change engines, from one decision to the next: rebalancing, and merging a step's tail. Pure.
+
+Asks `offload.rebalance` and `offload.merge` with what the forecast expects of every lease. Owns when they are asked, and the memory of one
+step that keeps samples from going back and forth: where each was taken from, and which engines were emptied.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+
+from scavenger.router import offload
+from scavenger.router import window as windows
+from scavenger.router.forecast_step import StepModel
+from scavenger.router.policy import Fact, Move, RunView, StepSubmitted, WorkerJoined, WorkerLost, WorkerReady
+from scavenger.router.predictive_outlook import Outlook
+from scavenger.router.predictive_settings import Settings
+from scavenger.router.predictive_view import Picture
+
+#: No sample is moved onto reserved engines that will sleep within this.
+OPEN_LEAST_S = 30.0
+
+
+class Mover:
+    """One run's. `retired`: engines that were emptied in this step, and are not to be filled again."""
+
+    def __init__(self, settings: Settings, outlook: Outlook) -> None:
+        self._settings, self._outlook = settings, outlook
+        self.retired: set[int] = set()
+        self._left: dict[int, frozenset[int]] = {}  # sample -> engines that it was taken from in this step
+        self._at = -math.inf
+        self._shifted = True
+        self._serving = 0
+
+    def observe(self, fact: Fact, *, begins: bool) -> None:
+        """`begins`: a step begins with this."""
+        match fact:
+            case StepSubmitted() if begins:
+                self._shifted = True
+                self.retired.clear()
+                self._left.clear()
+            case WorkerReady() | WorkerLost() | WorkerJoined():
+                self._shifted = True
+                if isinstance(fact, WorkerLost):
+                    self.retired.clear()  # the load of those that are left is another
+
+    def moves(self, view: RunView, now: float) -> Sequence[Move]:
+        settings, outlook = self._settings, self._outlook
+        if not (settings.rebalance or settings.tails) or now < self._at + outlook.pause_s():
+            return ()
+        serving = len(view.slots())
+        if now < self._at + settings.every_s and not self._shifted and serving == self._serving:
+            return ()
+        self._serving, step = serving, view.step
+        if view.waits or step.finished >= step.samples:
+            return ()  # what waits is placed first: it moves for nothing
+        self._at, self._shifted = now, False
+        picture = outlook.picture(view, now)
+        loads = self._loads(picture, now)
+        if len(loads) < 2:
+            return ()
+        price = offload.Price(outlook.forecast.prefill_s(loads[0].curve), outlook.forecast.transfer_s, settings.margin)
+        shifts: Sequence[offload.Shift] = ()
+        if settings.rebalance:
+            shifts = offload.rebalance(loads, price, outlook.ready_s(picture))
+        if not shifts and settings.tails:
+            shifts = self._merge(picture, loads, price)
+        if shifts:
+            outlook.changed()
+        for shift in shifts:
+            self._left[shift.sample_id] = self._left.get(shift.sample_id, frozenset()) | {shift.source}
+        return [Move(shift.sample_id, shift.source, shift.target, shift.reason) for shift in shifts]
+
+    def _loads(self, picture: Picture, now: float) -> list[offload.Load]:
+        expected, plan = picture.expected, self._outlook.plan
+        closes = plan is not None and plan.awake and plan.close_after_s < OPEN_LEAST_S
+        left, nowhere = self._left, frozenset[int]()
+        settled = now - self._settings.every_s  # what was leased since stays: its prefill is not even paid back
+        loads = []
+        for worker in picture.workers:
+            if not worker.serves:
+                continue
+            running = tuple([
+                offload.Running(
+                    s.id,
+                    s.prompt_tokens + s.length,
+                    expected[s.id],
+                    s.moving or (s.moves > 0 and s.leased_at > settled),
+                    left.get(s.id, nowhere),
+                )
+                for s in picture.held.get(worker.id, ())
+            ])  # fmt: skip
+            takes = worker.id not in self.retired and not (closes and worker.kind == "reserved")
+            loads.append(offload.Load(worker.id, worker.node, picture.curve(worker), worker.max_batch, running, True, takes))
+        return loads
+
+    def _merge(self, picture: Picture, loads: Sequence[offload.Load], price: offload.Price) -> Sequence[offload.Shift]:
+        """Free engines whose samples fit elsewhere, once reserved engines train: until then every engine is needed.
+
+        What is merged has to be done by the step's expected end even if its samples turn out long; and the step must not be predicted
+        longer without the freed engines, the trainer's rounds included.
+        """
+        if picture.step.reserved_awake and picture.reserved:
+            return ()
+        harvested = {w.id for w in picture.harvested}
+        able = [load for load in loads if load.worker_id in harvested and load.samples]
+        end_s, worth_s = max(offload.drains(able).values(), default=0.0), self._outlook.forecast.start.value
+        if len(able) < 2 or end_s < worth_s:
+            return ()
+        views = {s.id: s for samples in picture.held.values() for s in samples}
+        rests = {sample_id: picture.longest(view) for sample_id, view in views.items()}
+        long = [replace(one, samples=tuple(_with_rest(s, rests[s.sample_id]) for s in one.samples)) for one in able]
+        merged = offload.merge(long, price, end_s, worth_s)
+        if not merged.emptied:
+            return ()
+        now = picture.situation(self._outlook.trained)
+        fewer = replace(now, harvested=replace(now.harvested, engines=now.harvested.engines - len(merged.emptied)))
+        if StepModel(fewer).asleep_s() > (1 + windows.ALIKE) * StepModel(now).asleep_s():
+            return ()
+        self.retired |= set(merged.emptied)
+        return merged.shifts
+
+
+def _with_rest(sample: offload.Running, rest: float) -> offload.Running:
+    return msgspec.structs.replace(sample, rest=rest)
