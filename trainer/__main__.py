@@ -138,9 +138,9 @@ def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> int:
         reward = config.reward
         runner = stack.enter_context(_runner(reward))
         ranks = Ranks(comm, make_learner(config, comm), watched(config, comm, stack))
-        start, run, source = begin(config, spec, ranks, stack, options)
-        monitor = Monitor(config.run.out_dir, steps=config.run.steps, more=chosen(config, start.step + 1))
+        monitor = Monitor(config.run.out_dir, steps=config.run.steps, more=chosen(config))
         stack.callback(monitor.close)
+        start, run, source = begin(config, spec, ranks, stack, options)
         set_aside(config, start, run.attempt)
         scoring = Scoring(runner, tokenizer, reward, config.algorithm, monitor.say, config.sampling.max_tokens)
         ending = Ending()

@@ -14,31 +14,34 @@ from scavenger.errors import ConfigError
 from trainer.monitor import Entry, Sink, SinkFailed
 
 
-def chosen(config: RunConfig, first_step: int) -> list[Sink]:
-    """The sinks that `[monitor]` asks for. `first_step`: this attempt's; later entries of earlier lives are void. Raises `ConfigError`."""
+def chosen(config: RunConfig) -> list[Sink]:
+    """The sinks that `[monitor]` asks for. Raises `ConfigError`."""
     sinks: list[Sink] = []
     if config.monitor.tensorboard:
-        sinks.append(TensorBoard(config.run.out_dir, first_step))
+        sinks.append(TensorBoard(config.run.out_dir))
     if config.monitor.wandb != "off":
         sinks.append(WeightsAndBiases(config))
     return sinks
 
 
 class TensorBoard:
-    """Scalars `train/NAME` and `eval/NAME` in `<out_dir>/tensorboard`."""
+    """Scalars `train/NAME` and `eval/NAME` in `<out_dir>/tensorboard`. This life's first entry voids earlier ones' from there on."""
 
     name = "tensorboard"
 
-    def __init__(self, out_dir: Path, first_step: int) -> None:
+    def __init__(self, out_dir: Path) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ConfigError("monitor.tensorboard needs tensorboard", 'install it: pip install "scavenger[tensorboard]"') from error
-        make: Any = SummaryWriter
-        self._writer = make(str(out_dir / self.name), purge_step=first_step)
+        self._make: Any = SummaryWriter
+        self._folder = str(out_dir / self.name)
+        self._writer: Any = None
 
     def write(self, entry: Entry) -> None:
         try:
+            if self._writer is None:  # an evaluation's step was trained by an earlier life
+                self._writer = self._make(self._folder, purge_step=entry.step + (entry.kind == "eval"))
             for name, value in entry.metrics.items():
                 self._writer.add_scalar(f"{entry.kind}/{name}", value, entry.step, walltime=entry.at)
             self._writer.flush()
@@ -46,7 +49,8 @@ class TensorBoard:
             raise SinkFailed(f"tensorboard: {error}") from error
 
     def close(self) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
 
 class WeightsAndBiases:

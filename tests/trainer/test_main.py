@@ -63,6 +63,7 @@ def test_other_ranks_outlive_sigterm_until_rank_0_is_gone(model_folder: Path, tm
     seen = []
     monkeypatch.setattr(program, "connect", lambda poll_ms: SimpleNamespace(rank=1, size=2))
     monkeypatch.setattr(program, "make_learner", lambda *args: None)
+    monkeypatch.setattr(program, "watched", lambda *args: None)
     monkeypatch.setattr(program, "serve", lambda *args: seen.extend(signal.getsignal(number) for number in SIGNALS))
     monkeypatch.setattr(program, "leave", lambda: None)
     before = [signal.getsignal(number) for number in SIGNALS]

@@ -97,12 +97,12 @@ def test_a_sink_that_fails_is_left_aloud_and_the_run_goes_on(tmp_path: Path) -> 
 
 
 def test_what_is_not_asked_for_is_not_imported_and_what_is_missing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert chosen(config(tmp_path), 1) == []
+    assert chosen(config(tmp_path)) == []
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     monkeypatch.setitem(sys.modules, "wandb", None)
     for monitor, extra in (({"tensorboard": True}, "tensorboard"), ({"wandb": "offline"}, "wandb")):
         with pytest.raises(ConfigError, match=rf"scavenger\[{extra}\]"):
-            chosen(config(tmp_path, **monitor), 1)
+            chosen(config(tmp_path, **monitor))
 
 
 def test_w_and_b_gets_steps_of_ours_and_its_failures_leave_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +133,7 @@ def test_tensorboard_holds_every_figure_and_a_resume_voids_what_came_after_its_c
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for first, last, reward in ((1, 4, 0.1), (3, 4, 0.9)):  # a life of four steps; one that resumed after step 2
-        sink = TensorBoard(tmp_path, first)
+        sink = TensorBoard(tmp_path)
         for step in range(first, last + 1):
             sink.write(Entry("train", step, 1, float(step), {"reward": reward}))
         sink.write(Entry("eval", last, 1, float(last), EVAL))
@@ -149,7 +149,7 @@ def test_w_and_b_offline(tmp_path: Path) -> None:
     """The real one, without a network: its file holds our figures and our configuration, and no key's path."""
     import wandb
 
-    sink = chosen(config(tmp_path, wandb="offline"), 1)[0]
+    sink = chosen(config(tmp_path, wandb="offline"))[0]
     sink.write(Entry("train", 1, 1, 0.0, METRICS))
     sink.write(Entry("eval", 1, 1, 0.0, EVAL))
     sink.close()

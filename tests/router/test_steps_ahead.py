@@ -1,0 +1,69 @@
+"""A step whose samples are asked for while the one before is trained: two versions at once, each sample of one; who generated what."""
+
+from __future__ import annotations
+
+from scavenger.wire import Goodbye, GroupDone, Ok, UseWeights, WeightsLoaded
+from tests.router.harness import Bench, root, specs, started
+from tests.router.moves import W1, W2, finish_all
+
+GOODBYE = Goodbye("preempted", True)
+
+
+def ahead() -> Bench:
+    """Step 1 was consumed; W1 generates step 2 with version 1, as was asked for in advance; step 3 waits for version 2."""
+    bench = started(n=1)
+    finish_all(bench, W1, bench.join(W1))
+    bench.submit(step=2, version=1, groups=specs(1, 1))
+    assert isinstance(bench.commit_step(1, [1]), Ok)
+    bench.publish(2, 1)
+    bench.submit(step=3, version=2, groups=specs(1, 1))
+    return bench
+
+
+def asked(bench: Bench, conn: int) -> list[int]:
+    return [message.version for message in bench.take(conn, UseWeights)]
+
+
+def test_an_engine_with_nothing_left_of_the_older_step_begins_with_the_newer() -> None:
+    bench = ahead()
+    old = bench.leases(W1)
+    assert [(lease.sample_id, lease.version) for lease in old] == [(2, 1)]
+    bench.hello(W2)
+    assert asked(bench, W2) == [2], "version 1 has no sample that waits"
+    bench.say(W2, WeightsLoaded(2, root(2)))
+    new = bench.leases(W2)
+    assert [(lease.sample_id, lease.version) for lease in new] == [(3, 2)]
+    finish_all(bench, W2, new)
+    assert [group.step for group in bench.take(1, GroupDone)][-1] == 3, "a later step may complete first"
+    finish_all(bench, W1, old)
+    assert asked(bench, W1)[-1] == 2
+    assert isinstance(bench.commit_step(2, [2]), Ok)
+    assert isinstance(bench.commit_step(3, [3], version=2), Ok)
+
+
+def test_what_an_engine_leaves_of_the_older_step_is_generated_with_the_older_version() -> None:
+    bench = ahead()
+    [old] = bench.leases(W1)
+    bench.hello(W2)
+    bench.say(W2, WeightsLoaded(2, root(2)))
+    new = bench.leases(W2)
+    bench.chunk(W1, old, 0, 3)
+    bench.say(W1, GOODBYE)
+    finish_all(bench, W2, new)
+    assert asked(bench, W2) == [2, 1]
+    bench.say(W2, WeightsLoaded(1, root(1)))
+    [moved] = bench.leases(W2)
+    assert (moved.sample_id, moved.version, len(moved.accepted) // 4) == (2, 1, 3)
+    finish_all(bench, W2, [moved])
+    assert isinstance(bench.commit_step(2, [2]), Ok)
+
+
+def test_the_trainer_is_told_who_generated_a_sample() -> None:
+    bench = started(n=1)
+    [lease] = bench.join(W1)
+    bench.chunk(W1, lease, 0, 3)
+    bench.say(W1, GOODBYE)
+    [moved] = bench.join(W2, kind="reserved")
+    finish_all(bench, W2, [moved])
+    [sample] = bench.take(1, GroupDone)[0].samples
+    assert (sample.by_harvested, sample.by_reserved, sample.moves) == (3, 5, 1)

@@ -1,0 +1,59 @@
+"""`scripts/train.sbatch` on a real Slurm: told to end it goes on by itself, cancelled it does not."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from scavenger.cluster.model import JobState
+from scavenger.cluster.sandbox import SlurmSandbox
+from scavenger.cluster.slurm import SlurmCluster
+from tests.clusters import unfinished, wait_for
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts/train.sbatch"
+#: Stands for the launcher: its first life saves when told to, its second trains to the end.
+LAUNCHER = """#!/bin/sh
+echo "life ${{SLURM_RESTART_COUNT:-0}} $*" >> {folder}/lives
+[ "${{SLURM_RESTART_COUNT:-0}}" = 0 ] || exit 0
+trap 'exit {code}' USR1
+touch {folder}/started
+while :; do sleep 0.1; done
+"""
+
+
+def submitted(sandbox: SlurmSandbox, folder: Path, code: int) -> int:
+    """The job, once its first life is at work."""
+    fake = folder / "python"
+    fake.write_text(LAUNCHER.format(folder=folder, code=code))
+    fake.chmod(0o755)
+    script = shutil.copy(SCRIPT, folder)
+    told = sandbox.run(
+        "sbatch", "--parsable", "--partition=reserved", f"--output={folder}/log", f"--chdir={folder}",
+        f"--export=ALL,SCAVENGER_PYTHON={fake}", script, "run.toml", "--resume", "auto",
+    )  # fmt: skip
+    wait_for("the first life", (folder / "started").exists, 60)
+    return int(told)
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize("code", [143, 75])
+def test_a_job_told_to_end_puts_itself_back_and_its_next_life_gets_the_same_command(
+    code: int, slurm_sandbox: SlurmSandbox, tmp_path: Path
+) -> None:
+    job = submitted(slurm_sandbox, tmp_path, code)
+    slurm_sandbox.run("scancel", "--batch", "--signal=USR1", str(job))  # what --signal=B:USR1@180 does before the time limit
+    wait_for("the second life", lambda: (tmp_path / "lives").read_text().count("life") == 2, 90)
+    assert (tmp_path / "lives").read_text().splitlines() == [f"life {n} -m trainer.launch run.toml --resume auto" for n in (0, 1)]
+    assert f"requeued itself (trainer's code {code})" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.slurm
+def test_a_cancelled_job_stays_cancelled(slurm_sandbox: SlurmSandbox, tmp_path: Path) -> None:
+    job = submitted(slurm_sandbox, tmp_path, 143)
+    cluster = SlurmCluster(slurm_sandbox.env)
+    cluster.cancel((job,))
+    wait_for("the job to be gone", lambda: not unfinished(cluster.view()), 60)
+    assert (tmp_path / "lives").read_text().count("life") == 1
+    assert [found.state for found in cluster.view().jobs if found.job_id == job] in ([], [JobState.CANCELLED])
