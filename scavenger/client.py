@@ -61,7 +61,11 @@ class Client:
     def connect(cls, state_dir: Path, key_path: Path | None = None, give_up_s: float = 600.0) -> Client:
         """Read the key (default: the owner's) and connect. Raises `AuthError`, `DaemonUnavailable`."""
         client = cls(state_dir, keys.read_keypair(key_path or keys.owner_key_path(state_dir)), give_up_s)
-        client.reconnect()
+        try:
+            client.reconnect()
+        except BaseException:
+            client.close()
+            raise
         return client
 
     def __enter__(self) -> Client:

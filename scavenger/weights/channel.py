@@ -223,13 +223,37 @@ def _regular(fd: int, nbytes: int) -> int:
     return fd
 
 
+class SharedContext:
+    """The ZeroMQ context of several threads' channels: made with the first of them, ended with the last, whenever that is."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._users = 0
+
+    def socket(self, kind: int) -> zmq.Socket[bytes]:
+        """A socket, for which `done` is to be called once it is closed."""
+        with self._lock:
+            if self._context is None:
+                self._context = zmq.Context()
+            made = self._context.socket(kind)
+            self._users += 1
+            return made
+
+    def done(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users and self._context is not None:
+                self._context.term()  # all of its sockets are closed and none lingers, so it waits for nothing
+                self._context = None
+
+
 class ZmqChannel:
     """DEALER under CURVE. The holder's key was told over the authenticated channel, so it is the holder that answers."""
 
-    def __init__(
-        self, source: wire.WeightSource, version: int, keypair: KeyPair, context: zmq.Context[zmq.Socket[bytes]], chunk_nbytes: int
-    ) -> None:
+    def __init__(self, source: wire.WeightSource, version: int, keypair: KeyPair, context: SharedContext, chunk_nbytes: int) -> None:
         self._version, self._token = version, source.token
+        self._context = context
         self._socket = context.socket(zmq.DEALER)
         for option, value in (
             (zmq.CURVE_SERVERKEY, source.server_key.encode()),
@@ -244,7 +268,7 @@ class ZmqChannel:
         try:
             self._socket.connect(source.endpoint)
         except zmq.ZMQError as error:
-            self._socket.close(linger=0)
+            self.end()
             raise WireError(f"{source.endpoint!r} cannot be used: {error}") from error
         self._closed = threading.Event()
 
@@ -277,6 +301,7 @@ class ZmqChannel:
 
     def end(self) -> None:
         self._socket.close(linger=0)
+        self._context.done()
 
 
 def bitmap(holds: Holds, chunks: int) -> bytes | None:

@@ -17,14 +17,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import structlog
-import zmq
 
 from scavenger import wire
 from scavenger.errors import WeightsError, WireError
 from scavenger.keys import KeyPair
 from scavenger.weights import channel as channels
 from scavenger.weights import delta
-from scavenger.weights.channel import Channel, FileChannel, TcpChannel, ZmqChannel
+from scavenger.weights.channel import Channel, FileChannel, SharedContext, TcpChannel, ZmqChannel
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
 from scavenger.weights.protocol import Holds, NoSuch, Part
@@ -70,7 +69,7 @@ class Pull:
         self.ended = threading.Event()
         seed = random.getrandbits(32) if seed is None else seed
         self.transfer = Transfer(manifest, 0, self.limits, clock(), blob=self.buffer.view, seed=seed)
-        self.context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self.context = SharedContext()
         self._sources: list[wire.WeightSource] = []
         self._streams: list[_Stream] = []
         self._stuck: list[_Stream] = []  # of earlier tries
@@ -167,9 +166,6 @@ class Pull:
             self._streams = stuck  # those that ended would hold, through this pull, a view of the memory until a collector comes
         for stream in stuck:
             _log.warning("weights.stuck", source=stream.source.endpoint, reason=f"it did not end within {JOIN_S:g} s")
-        if self.context is not None and not stuck:  # else it stays for the next try
-            self.context.destroy(linger=0)
-            self.context = None
 
     def news(self) -> None:
         with contextlib.suppress(RuntimeError):  # the waiter's loop is over
@@ -371,10 +367,7 @@ class _Stream(threading.Thread):
         with pull.lock:
             if self.left:
                 raise WireError("the pull is over")
-            if pull.context is None:
-                pull.context = zmq.Context()
-            context = pull.context
-        return ZmqChannel(source, version, pull.keypair, context, pull.manifest.chunk_nbytes)
+        return ZmqChannel(source, version, pull.keypair, pull.context, pull.manifest.chunk_nbytes)
 
     def _disconnect(self) -> None:
         channel, self._channel = self._channel, None
