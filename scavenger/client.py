@@ -140,7 +140,7 @@ class Client:
         run = config.run
         body = wire.OpenRun(
             wire.PROTOCOL, run.name, run.seed, config.model_dump_json(), engine, tokenizer, run.harvest, run.max_engines,
-            run.gpus_per_engine, resume_step, host, job_id, run.poison_after, run.on_poison,
+            run.gpus_per_engine, resume_step, host, job_id, run.poison_after, run.on_poison, config.weights.encrypt,
         )  # fmt: skip
         alive = KeepAlive(self._open, run.name)
         self._alive.append(alive)

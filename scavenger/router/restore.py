@@ -141,6 +141,7 @@ def _restore_run(core: Core, state: rec.RunState) -> Run:
     run.harvest = bool(section.get("harvest", True))
     run.max_engines, run.gpus_per_engine = int(section.get("max_engines", 0)), int(section.get("gpus_per_engine", 1))
     run.poison_after, run.on_poison = int(section.get("poison_after", 3)), str(section.get("on_poison", "stop"))
+    run.encrypt = bool(config.get("weights", {}).get("encrypt", False))
     run.attempt, run.resume_step, run.last_step = state.attempt, state.resume_step, state.last_step
     run.trainer_seen, run.ended = core.now, state.ended
     for v in state.versions:

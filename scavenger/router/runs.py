@@ -145,7 +145,9 @@ def _open(core: Core, conn: int, identity: Identity, call: Call, body: OpenRun, 
     _supersede_opening(core, run)
     run.attempt += 1
     run.engine, run.harvest, run.max_engines, run.gpus_per_engine = body.engine, body.harvest, body.max_engines, body.gpus_per_engine
-    run.poison_after, run.on_poison = body.poison_after, body.on_poison
+    run.poison_after, run.on_poison, run.encrypt = body.poison_after, body.on_poison, body.encrypt
+    if run.encrypt:
+        run.directory.refuse_clear()
     run.conn, run.opening, run.resume_step = None, (conn, call.id, body), body.resume_step
     run.stopped, run.ended, run.trainer_seen, run.fleet = "", False, core.now, None
     for version in run.versions.values():

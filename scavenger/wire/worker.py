@@ -195,7 +195,7 @@ class UseWeights(Message, frozen=True):
     """Load this version before anything else is generated. `manifest` is an encoded weights.manifest.Manifest.
 
     `more`: the version is being pulled already, and these are its holders now; no manifest. `keep`: versions that nobody else holds
-    and that are still needed; go on serving them.
+    and that are still needed; go on serving them. `encrypt`: the run's weights cross no network in the clear, whatever the sources are.
     """
 
     version: int
@@ -203,6 +203,7 @@ class UseWeights(Message, frozen=True):
     sources: tuple[WeightSource, ...]
     keep: tuple[int, ...] = ()
     more: bool = False
+    encrypt: bool = False
 
 
 class Assign(Message, frozen=True):
