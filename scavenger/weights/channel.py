@@ -311,5 +311,3 @@ def bitmap(holds: Holds, chunks: int) -> bytes | None:
     if len(holds.bitmap) * 8 < chunks:
         raise WireError(f"a bitmap of {len(holds.bitmap)} bytes for {chunks} chunks")
     return holds.bitmap
-
-

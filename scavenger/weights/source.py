@@ -12,6 +12,7 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Sequence
 
 import structlog
 
@@ -89,25 +90,37 @@ class WeightSource:
 
     # ---------------------------------------------------------------- what is served
 
-    def publish(self, manifest: Manifest, blob: bytes | bytearray | memoryview | Buffer) -> wire.WeightSource:
+    def publish(
+        self, manifest: Manifest, blob: bytes | bytearray | memoryview | Buffer, chunks: Sequence[int] | None = None
+    ) -> wire.WeightSource:
         """Serve a version; the caller must not change the bytes before `free` says that nobody reads them.
 
-        Publishing a version again with the same root returns the source it has. Raises `WeightsError` otherwise.
+        `chunks`: those that are in `blob`, whose other bytes mean nothing; None = all. Publishing a version again with the same root
+        returns the source it has. Raises `WeightsError` otherwise.
         """
-        return self._put(manifest, blob, empty=False)
+        return self._put(manifest, blob, empty=False, chunks=chunks)
 
     def publish_empty(self, manifest: Manifest, buffer: Buffer) -> wire.WeightSource:
         """Serve a version as it arrives: `arrived` says which chunk is here and verified, `completed` that all are."""
         return self._put(manifest, buffer, empty=True)
 
-    def _put(self, manifest: Manifest, blob: bytes | bytearray | memoryview | Buffer, *, empty: bool) -> wire.WeightSource:
+    def _put(
+        self,
+        manifest: Manifest,
+        blob: bytes | bytearray | memoryview | Buffer,
+        *,
+        empty: bool,
+        chunks: Sequence[int] | None = None,
+    ) -> wire.WeightSource:
         buffer = blob if isinstance(blob, Buffer) else None
         view = buffer.view if buffer is not None else memoryview(blob).cast("B")  # type: ignore[arg-type]
         if self._closed.is_set() or not all(thread.is_alive() for _, thread in self._listeners):
             raise WeightsError("the weights source has stopped", "the process's log says why; restart it")
-        token = self._shelf.put(manifest, view, buffer, empty=empty)
+        if chunks is not None and len(chunks) == len(manifest.chunk_hashes):
+            chunks = None
+        token = self._shelf.put(manifest, view, buffer, empty=empty, chunks=chunks)
         local = self.local if buffer is not None else ""
-        return wire.WeightSource(self.endpoint, self.server_key, token, local, not empty)
+        return wire.WeightSource(self.endpoint, self.server_key, token, local, not empty and chunks is None)
 
     def arrived(self, version: int, chunk: int) -> None:
         self._shelf.arrived(version, chunk)
