@@ -28,6 +28,7 @@ from scavenger.weights.memory import Buffer, Pool
 from scavenger.weights.shards import Move, Plan
 from scavenger.weights.spool import Share, Spool
 from trainer.model import Learner
+from trainer.pinned import Pins, cuda_pins
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 ROUND_NBYTES = 256 << 20  # borders that are under way at a time, of all ranks together
@@ -70,6 +71,7 @@ class Publisher:
         self._pool = Pool(most=4)
         self._layout: Layout | None = None
         self._made: Buffer | None = None
+        self._pins: Pins | None = None  # where weights come from a GPU
 
     # ---------------------------------------------------------------- this rank's share
 
@@ -84,12 +86,21 @@ class Publisher:
             hashing = _Hashing(hashers, buffer.view, of, mesh.get_local_rank())
             if of.total:
                 flat = torch.frombuffer(buffer.view, dtype=torch.uint8)
+                if mesh.device_type == "cuda":
+                    self._pin(buffer, flat.data_ptr(), of, mesh)
                 for end in _copy(flat, learner, of):
                     hashing.copied(end)
                 for moves in shards.batches(of.plan.moves, ROUND_NBYTES):
                     _exchange(flat, moves, mesh)
             hashing.exchanged()
             return hashing.result()
+
+    def _pin(self, buffer: Buffer, address: int, of: Layout, mesh: Any) -> None:
+        rank = mesh.get_local_rank()
+        own = [(span.start, span.stop) for span in shards.spans(of.table, mesh.size()) if span.rank == rank]
+        served = [(shard.start, shard.stop) for shard in of.plan.shards if shard.owner == rank]
+        self._pins = self._pins or cuda_pins()
+        self._pins.pin(buffer, address, [*own, *served])
 
     def seal(self, version: int, hashes: Sequence[bytes]) -> Manifest:
         """The manifest of what all ranks made, in their order. Raises `WeightsError` where they do not fit together."""

@@ -12,6 +12,7 @@ from scavenger.ledger import records as rec
 from scavenger.router import samples as sm
 from scavenger.router.core import Core
 from scavenger.router.state import Group, Run, Sample, SampleStatus, Version, Worker, WorkerStatus
+from scavenger.weights.directory import Directory
 from scavenger.wire import EngineSpec, Reply, RunOpened, Sampling
 
 
@@ -135,7 +136,8 @@ def _restore_status(core: Core, run: Run, sample: Sample, row: rec.SampleState) 
 def _restore_run(core: Core, state: rec.RunState) -> Run:
     made = state.created
     engine = msgspec.json.decode(state.engine.encode(), type=EngineSpec)
-    run = Run(made.run_id, made.name, made.owner_key, made.seed, engine, policy=core.new_policy(made.name))
+    policy, directory = core.new_policy(made.name), Directory(core.switches)
+    run = Run(made.run_id, made.name, made.owner_key, made.seed, engine, policy=policy, directory=directory)
     config = msgspec.json.decode(state.config.encode())
     section = config.get("run", {})
     run.harvest = bool(section.get("harvest", True))

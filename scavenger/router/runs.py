@@ -14,6 +14,7 @@ from scavenger.router.core import Core
 from scavenger.router.events import Identity
 from scavenger.router.policy import WindowMoved
 from scavenger.router.state import Run, SampleStatus, Version, WorkerStatus
+from scavenger.weights.directory import Directory
 from scavenger.wire import (
     PROTOCOL,
     Attach,
@@ -131,6 +132,7 @@ def _open(core: Core, conn: int, identity: Identity, call: Call, body: OpenRun, 
         return
     if run is None:
         run = Run(core.next_run_id, call.run, identity.public_key, body.seed, body.engine, policy=core.new_policy(call.run))
+        run.directory = Directory(core.switches)  # which may be learnt later
         core.next_run_id += 1
         core.runs[call.run] = run
         core.record(

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import zmq
 
 from scavenger import wire
@@ -304,10 +305,10 @@ class ZmqChannel:
         self._context.done()
 
 
-def bitmap(holds: Holds, chunks: int) -> bytes | None:
-    """The bitmap of an answer, None for everything. Raises `WireError` when it is too short."""
+def here(holds: Holds, chunks: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]] | None:
+    """Which chunks an answer says are there, None for all. Raises `WireError` when it says too little."""
     if holds.complete:
         return None
     if len(holds.bitmap) * 8 < chunks:
         raise WireError(f"a bitmap of {len(holds.bitmap)} bytes for {chunks} chunks")
-    return holds.bitmap
+    return np.unpackbits(np.frombuffer(holds.bitmap, dtype=np.uint8), count=chunks, bitorder="little").astype(bool)

@@ -51,7 +51,7 @@ class Directory:
     """Of one run. `switches`: node -> switch, where Slurm's topology is known."""
 
     def __init__(self, switches: Mapping[str, str] | None = None) -> None:
-        self._switches = switches or {}
+        self._switches = switches if switches is not None else {}
         self._holders: dict[int, dict[int, Holder]] = {}  # version -> worker -> holder
         self._reading: dict[int, int] = {}  # worker -> version that it is pulling
         self._revisions: dict[int, int] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from scavenger.router import orders
+from scavenger.weights.directory import PEERS
 from scavenger.wire import Goodbye, PublishVersion, Serving, UseWeights, WeightsFailed, WeightsLoaded, WeightSource, Welcome
 from tests.router.harness import SOURCE, Bench, root, started
 from tests.router.moves import W1, W2, finish_all
@@ -89,6 +90,20 @@ def test_what_lies_on_a_disk_outlives_the_trainer() -> None:
     bench.submit(version=2, step=2)
     bench.hello(W1)
     assert [m.sources for m in asked(bench, W1)][-1] == (disk,)
+
+
+def test_holders_at_the_same_switch_come_first_once_the_topology_is_learnt() -> None:
+    bench = started(n=1)
+    for number in range(PEERS + 1):  # one more than a receiver is sent to, the nearest last
+        conn = 20 + number
+        bench.hello(conn, node=f"far{number}" if number < PEERS else "near")
+        bench.say(conn, WeightsLoaded(1, root(1)))
+        bench.say(conn, Serving(1, root(1), engine(number)))
+    bench.router.core.switches.update({"here": "s1", "near": "s1"})
+    bench.hello(W2, node="here")
+    assert engine(PEERS) in asked(bench, W2)[-1].sources
+    bench.restart()
+    assert bench.router.core.runs["r"].directory._switches is bench.router.core.switches
 
 
 def test_a_refused_source_is_told_once_with_its_reason() -> None:

@@ -17,7 +17,7 @@ from tests.trainer import published
 from tests.trainer.published import whole
 from tests.trainer.rows import make_group
 from tests.trainer.test_local import ROOT, write_run
-from trainer import adapters, checkpoint, export
+from trainer import checkpoint, export
 from trainer.algorithms.rows import resolve
 from trainer.batching import Micro
 from trainer.model import Learner, load_model
@@ -77,7 +77,7 @@ def test_adapters_are_merged(model_folder: Path, mesh: DeviceMesh, tmp_path: Pat
     config = config_of(tmp_path, model_folder, lora={"rank": 2, "alpha": 4.0})
     export.export(config, tmp_path / "out", "auto", "float32")
     model, base = load_model(tmp_path / "out", torch.float32), load_model(model_folder, torch.float32)
-    assert all(torch.equal(model.get_parameter(name), value) for name, value in adapters.merged(learner.model))
+    assert all(torch.equal(model.get_parameter(name), value) for name, value in whole(learner).items())
     assert any(not torch.equal(base.get_parameter(name), value) for name, value in model.named_parameters())
     with pytest.raises(ConfigError, match=r"does not hold the parameters(.|\n)*\[lora\]"):
         export.export(config_of(tmp_path, model_folder), tmp_path / "other", "auto", "")
