@@ -63,7 +63,7 @@ def loaded(core: Core, worker: Worker, message: WeightsLoaded, version: int) -> 
     worker.load_failures = 0
     worker.run.stirred = worker.run.recount = True  # the others' orders stay as they are
     worker.run.restated.append(worker)
-    told = {"pull_s": message.pull_s, "load_s": message.load_s}
+    told = {"pull_s": message.pull_s, "verify_s": message.verify_s, "load_s": message.load_s}
     if worker.loads <= worker.run.next_version:  # each version once
         core.event("weights_loaded", worker.run.id, f"worker {worker.id}", f"version {version}", **told)
     else:

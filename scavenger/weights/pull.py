@@ -60,7 +60,7 @@ class Pull:
         self.manifest = manifest
         self.buffer = buffer or Buffer(manifest.total_nbytes)
         self.base = base if base is not None and delta.same_layout(base[0], manifest) else None
-        self.deltas = self.nbytes = 0  # chunks that came as deltas; bytes that came at all
+        self.deltas, self.nbytes, self.verify_s = 0, 0, 0.0  # chunks that came as deltas; bytes that came; threads' seconds of hashing
         self.keypair = keypair
         self.limits = limits or Limits()
         self.clock = clock
@@ -88,8 +88,7 @@ class Pull:
                 self._begin(source, share if source.complete or first else 1)
             self._waiting.extend(fresh[room:])
 
-    def _begin(self, source: wire.WeightSource, connections: int) -> None:
-        """Under the lock."""
+    def _begin(self, source: wire.WeightSource, connections: int) -> None:  # under the lock
         self._streams = [stream for stream in self._streams if stream.is_alive()]
         self._sources.append(source)
         for _ in range(connections):
@@ -141,8 +140,7 @@ class Pull:
         self.manifest = manifest or self.manifest
         self.ended.clear()
         self._stuck = [stream for stream in (*self._stuck, *self._streams) if stream.is_alive()]
-        self._sources, self._streams = [], []
-        self._waiting.clear()
+        self._sources, self._streams, self._waiting = [], [], deque()
         old = self.transfer
         self.transfer = old.resumed(self.manifest, self.clock())
 
@@ -326,7 +324,9 @@ class _Stream(threading.Thread):
             if answer.chunk not in self._transfer.holders[index].asked:  # only this thread asks on it and takes back
                 raise WireError("a delta that was not asked for")
             data = self._from_delta(answer.chunk, data)
+        began = time.monotonic()
         good = self._transfer.matches(answer.chunk, data)
+        pull.verify_s += time.monotonic() - began
         if answer.delta and not good and self._bad_deltas < 2 * pull.limits.window:
             # Whether the delta or what is here is wrong: whole chunks are right. Those that are under way already are let go.
             pull.base, self._bad_deltas = None, self._bad_deltas + 1

@@ -62,11 +62,13 @@ class Store:
         self._pull: Pull | None = None  # under way, or unfinished
         self._pool = Pool(most=1)
         self._more: wire.UseWeights | None = None  # further holders that were named last
+        self.verify_s = 0.0  # thread seconds that the last version's hashes took
         self._one = asyncio.Lock()  # a pull that was cancelled ends before the next begins
 
     async def get(self, manifest: Manifest, weights: wire.UseWeights, deadline_s: float) -> Buffer:
         """Every byte of the version, verified. Raises `WeightsError`; what arrived until then is kept for the next try."""
         async with self._one:
+            self.verify_s = 0.0
             return await self._get(manifest, weights, deadline_s)
 
     async def _get(self, manifest: Manifest, weights: wire.UseWeights, deadline_s: float) -> Buffer:
@@ -89,6 +91,7 @@ class Store:
             buffer = await work.finish(deadline_s)
         finally:
             partial.cancel()
+            self.verify_s = work.verify_s
         self._pull, work.base = None, None
         self._release({manifest.version, *weights.keep})
         return self._now_held(manifest, buffer, weights)

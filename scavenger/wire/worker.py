@@ -112,6 +112,7 @@ class Heartbeat(Message, frozen=True):
 class WeightsLoaded(Message, frozen=True):
     """The engine now generates with `version`, verified against the manifest with this root hash.
 
+    `verify_s`: seconds of threads, within `pull_s`, that went into checking hashes.
     `cache_tokens`: tokens of all samples together that its KV cache holds; `best_batch`: samples beyond which it measured no more tokens a
     second. 0 = it does not know.
     """
@@ -122,6 +123,7 @@ class WeightsLoaded(Message, frozen=True):
     load_s: Rate = 0.0
     cache_tokens: Count = 0
     best_batch: Count = 0
+    verify_s: Rate = 0.0
 
 
 class WeightsFailed(Message, frozen=True):
