@@ -152,10 +152,10 @@ class Store:
                 self._source, self._encrypted = WeightSource(self._address(), keep=KEEP, encrypt=encrypt), encrypt
             except (ScavengerError, OSError) as error:
                 _log.warning("weights.not_served_on", reason=str(error))
-        source = self._source
-        for manifest, buffer in again if source is not None else ():
-            self._tell(wire.Serving(manifest.version, manifest.root, source.publish(manifest, buffer)))
-        return source
+        if self._source is not None:
+            for manifest, buffer in again:
+                self._tell(wire.Serving(manifest.version, manifest.root, self._source.publish(manifest, buffer)))
+        return self._source
 
     def _withdrawn(self, source: WeightSource) -> list[tuple[Manifest, Buffer]]:
         """The run began to encrypt: nothing more leaves this process in the clear. Returns what is to be served anew."""
