@@ -117,7 +117,7 @@ def weights_source(config: RunConfig, comm: Comm) -> WeightSource:
             'set weights.listen = "0.0.0.0" in run.toml',
         )
     advertise = weights.advertise if lead == here else ""  # it names rank 0's host; another one goes by its own name
-    return WeightSource(weights.listen, advertise, encrypt=weights.encrypt, deltas=weights.deltas)
+    return WeightSource(weights.listen, advertise, encrypt=weights.encrypt, deltas=weights.deltas, nixl=weights.nixl)
 
 
 def spool_of(config: RunConfig) -> Spool | None:

@@ -6,6 +6,7 @@ called by another and wakes it. Errors of the connection are `OSError` or `WireE
   tcp://host:port with a server key     ZeroMQ under CURVE
   tcp://host:port without               TCP; requests carry proofs, bytes are in the clear and checked by hash
   WeightSource.local on this machine    the holder's memory itself, by a descriptor that it passes; else one of the above
+  WeightSource.nixl                     the holder's memory by NIXL (`channel_rdma`), where both have it; else one of the above
   file://path                           a spooled version, on a filesystem that both see
 """
 
@@ -105,6 +106,10 @@ class TcpChannel:
 
     def ask_have(self) -> None:
         send_frame(self._sock, protocol.have(self._token, self._version))
+
+    def ask_reach(self) -> None:
+        """Where NIXL finds the version's memory."""
+        send_frame(self._sock, protocol.reach(self._token, self._version))
 
     def answer(self, into: memoryview, heard: Heard) -> Answer | None:
         try:

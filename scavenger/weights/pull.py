@@ -24,11 +24,12 @@ from scavenger.errors import WeightsError, WireError
 from scavenger.keys import KeyPair
 from scavenger.weights import channel as channels
 from scavenger.weights import delta
-from scavenger.weights.channel import Channel, FileChannel, SharedContext, TcpChannel, ZmqChannel
+from scavenger.weights.channel import Channel, SharedContext, ZmqChannel
+from scavenger.weights.channel_rdma import RdmaChannel
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
-from scavenger.weights.protocol import Holds, NoSuch, Part
-from scavenger.weights.spool import SCHEME
+from scavenger.weights.opener import Opener
+from scavenger.weights.protocol import Answer, Holds, NoSuch, Reached
 from scavenger.weights.transfer import Limits, Transfer, Verdict
 
 _log = structlog.get_logger(__name__)
@@ -65,7 +66,6 @@ class Pull:
         self.limits = limits or Limits()
         self.clock = clock
         self.arrived = arrived or (lambda _chunk: None)
-        self.boot = channels.boot_id()
         self.lock = threading.Lock()
         self.ended = threading.Event()
         seed = random.getrandbits(32) if seed is None else seed
@@ -215,12 +215,12 @@ class _Stream(threading.Thread):
         self._transfer = pull.transfer  # not the next one's, when this is left behind
         self.left = False  # the pull went on without it (under its lock): what it still gets is of no use
         self._channel: Channel | None = None
+        self._opener = Opener(source, pull.keypair, pull.context, pull.limits.stall_s)
         self._into = memoryview(bytearray(pull.manifest.chunk_nbytes))
         self._made: memoryview | None = None  # where deltas are applied
         self._bad_deltas = 0
         self._have_at: float | None = None  # when it was last asked what it has; None: not on this connection
         self._have_due = False
-        self._far = False  # whether it was found not to be this node's neighbour
         self._complaint = ""  # what its connection was last lost for
         self._asked_at = pull.clock()  # when it last had anything for us
         self._known = False  # whether it said on this connection what it has: nothing is asked of it before
@@ -298,9 +298,9 @@ class _Stream(threading.Thread):
     def _heard(self) -> None:
         self._transfer.heard(self.index, self._pull.clock())
 
-    def _take(self, answer: Part | NoSuch | Holds) -> None:
+    def _take(self, answer: Answer) -> None:
         pull, index = self._pull, self.index
-        if answer.version != pull.manifest.version:
+        if answer.version != pull.manifest.version or isinstance(answer, Reached):
             raise WireError("an answer that was not asked for")
         if isinstance(answer, Holds):
             self._have_due, self._known = False, True
@@ -367,34 +367,15 @@ class _Stream(threading.Thread):
     def _connected(self) -> Channel:
         if self._channel is None:
             self._have_at, self._have_due, self._known = None, False, False
-            self._channel = self._open()
+            self._channel = self._opener.open(self._pull.manifest)
         return self._channel
-
-    def _open(self) -> Channel:
-        pull, source = self._pull, self.source
-        version, patience = pull.manifest.version, pull.limits.stall_s
-        if source.endpoint.startswith(SCHEME):
-            return FileChannel.open(source.endpoint.removeprefix(SCHEME), pull.manifest)
-        if source.local.partition(":")[0] == pull.boot:
-            try:
-                return FileChannel.neighbour(source, pull.manifest, patience)
-            except (OSError, WireError) as error:  # another network namespace, perhaps: the network remains
-                if not self._far:  # told once, not each time that it is tried again
-                    _log.info("weights.no_shared_memory", source=source.endpoint, reason=str(error))
-                self._far = True
-        if not source.server_key:
-            return TcpChannel.connect(source, version, patience)
-        with pull.lock:
-            if self.left:
-                raise WireError("the pull is over")
-        return ZmqChannel(source, version, pull.keypair, pull.context, pull.manifest.chunk_nbytes)
 
     def _disconnect(self) -> None:
         channel, self._channel = self._channel, None
         if channel is None:
             return
         channel.close()
-        if isinstance(channel, ZmqChannel):
+        if isinstance(channel, ZmqChannel | RdmaChannel):
             channel.end()
         with self._pull.lock:
             self._transfer.hung_up(self.index)

@@ -37,6 +37,20 @@ class Held:
     here: np.ndarray[Any, Any] | None
     leaving: bool = False
     readers: dict[Hashable, float] = field(default_factory=dict)  # who -> until when its lease runs
+    parts: tuple[int, ...] | None = None  # the chunks that are here, now and later; None: all, or all that will come
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """The byte ranges that have memory, or will have."""
+        if self.parts is None:
+            return [(0, self.manifest.total_nbytes)]
+        found: list[tuple[int, int]] = []
+        for chunk in self.parts:
+            start, stop = self.manifest.chunk_range(chunk)
+            if found and found[-1][1] == start:
+                found[-1] = (found[-1][0], stop)
+            else:
+                found.append((start, stop))
+        return found
 
 
 @dataclass(slots=True)
@@ -84,7 +98,8 @@ class Shelf:
                 if here is not None and chunks is not None:
                     here[list(chunks)] = True
                 token = secrets.token_bytes(TOKEN_NBYTES)
-                present = self._held[manifest.version] = Held(manifest, blob.toreadonly(), token, buffer, here)
+                parts = None if chunks is None else tuple(chunks)
+                present = self._held[manifest.version] = Held(manifest, blob.toreadonly(), token, buffer, here, parts=parts)
                 for old in [v for v, held in self._held.items() if not held.leaving][: -self._keep]:
                     self._retire(old)
                 if not empty:

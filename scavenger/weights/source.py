@@ -18,11 +18,12 @@ import structlog
 
 from scavenger import wire
 from scavenger.errors import WeightsError, WireError
+from scavenger.weights import rdma
 from scavenger.weights.channel import boot_id, read_exactly, send_frame, set_timeouts
 from scavenger.weights.deltas import Deltas
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
-from scavenger.weights.protocol import MAX_REQUEST_BYTES, Map, NoSuch, decode_request, encode
+from scavenger.weights.protocol import MAX_REQUEST_BYTES, Answer, Map, NoSuch, Reach, Reached, decode_request, encode
 from scavenger.weights.shelf import Shelf, SourceStats
 from scavenger.weights.source_zmq import CurveServer
 
@@ -49,13 +50,15 @@ class WeightSource:
         lease_s: float = LEASE_S,
         nbytes_per_s: float = 0.0,
         deltas: int = 0,
+        nixl: bool = False,
     ) -> None:
         """Bind ports that the system gives on the interface `listen`; receivers are told to connect to `advertise`.
 
         `keep` versions are served; publishing one more retires the oldest. `encrypt`: under CURVE. `local`: hand the memory to readers
         on this machine. `deltas`: from so many versions back. `nbytes_per_s`: what it sends at most, all receivers together; 0 = no
-        bound. Raises `WeightsError` when it cannot bind.
+        bound. `nixl`: let the memory be read by NIXL, never where `encrypt`. Raises `WeightsError` when it cannot bind.
         """
+        self._agent = rdma.shared("serve") if nixl and not encrypt else None
         self._shelf = Shelf(keep, lease_s, links=deltas)
         self._pace = _Pace(nbytes_per_s)
         self._numbers = itertools.count()
@@ -120,7 +123,8 @@ class WeightSource:
             chunks = None
         token = self._shelf.put(manifest, view, buffer, empty=empty, chunks=chunks)
         local = self.local if buffer is not None else ""
-        return wire.WeightSource(self.endpoint, self.server_key, token, local, not empty and chunks is None)
+        nixl = self._agent is not None and buffer is not None
+        return wire.WeightSource(self.endpoint, self.server_key, token, local, not empty and chunks is None, nixl)
 
     def arrived(self, version: int, chunk: int) -> None:
         self._shelf.arrived(version, chunk)
@@ -243,6 +247,9 @@ class WeightSource:
         if isinstance(request, Map):
             self._hand_over(one, request, number)
             return
+        if isinstance(request, Reach):
+            self._tell_reach(one, request, number)
+            return
         answer, data = self._shelf.answer(request, number)
         if not isinstance(answer, NoSuch) or answer.absent:
             one.prove()
@@ -255,6 +262,17 @@ class WeightSource:
             sock.sendall(piece)
         self.stats.parts += 1
         self.stats.nbytes += len(data)
+
+    def _tell_reach(self, one: _Connection, request: Reach, number: int) -> None:
+        held = self._shelf.find(request, number)
+        if not isinstance(held, NoSuch):
+            one.prove()
+        answer: Answer
+        if isinstance(held, NoSuch) or self._agent is None or held.buffer is None:
+            answer = NoSuch(request.version, -1, "it is not served by NIXL here", absent=True)
+        else:
+            answer = Reached(request.version, *self._agent.expose(held.buffer, held.ranges()))
+        send_frame(one.sock, encode(answer))
 
     def _hand_over(self, one: _Connection, request: Map, number: int) -> None:
         sock = one.sock

@@ -16,6 +16,7 @@ import structlog
 from scavenger import wire
 from scavenger.errors import ScavengerError, WeightsError
 from scavenger.keys import KeyPair
+from scavenger.weights import rdma
 from scavenger.weights.directory import in_clear
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer, Pool
@@ -149,7 +150,8 @@ class Store:
         if self._source is None:
             encrypt = weights.encrypt or any(source.server_key for source in weights.sources)
             try:
-                self._source, self._encrypted = WeightSource(self._address(), keep=KEEP, encrypt=encrypt), encrypt
+                nixl = any(source.nixl for source in weights.sources) and rdma.installed()
+                self._source, self._encrypted = WeightSource(self._address(), keep=KEEP, encrypt=encrypt, nixl=nixl), encrypt
             except (ScavengerError, OSError) as error:
                 _log.warning("weights.not_served_on", reason=str(error))
         if self._source is not None:
