@@ -48,6 +48,7 @@ EXTRAS = {
     "trl": [*TRAINER, "trl>=1.16", "datasets>=4.7", "accelerate>=1.10"],
     "postgres": ["psycopg[binary]>=3.1"],
     "pyslurm": ["pyslurm"],
+    "nixl": ["nixl>=1.0"],
     # A launcher and library for machines without their own MPI; a cluster uses its site's.
     "mpi": ["mpich>=4.2"],
     "dev": [

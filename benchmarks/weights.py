@@ -1,6 +1,7 @@
 """The weights plane against its goals: one receiver beside iperf3, sixteen late joiners, what publishing costs a step, deltas.
 
     python benchmarks/weights.py [--only pull,relay] [--gigabytes 2] [--streams 4]
+    mpirun -n 2 python benchmarks/weights.py --only publish
 
 Sender and receiver are processes of their own, as iperf3's are. Ratios are of one run on one machine: iperf3 runs before and after each
 transport, and the mean of both is the yardstick. Needs `iperf3` (Debian has it); without it rates are told without a ratio.
@@ -19,13 +20,11 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 
 from scavenger import keys, wire
-from scavenger.weights import delta
 from scavenger.weights import manifest as manifests
 from scavenger.weights.memory import Buffer
 from scavenger.weights.pull import Pull
@@ -188,93 +187,20 @@ def show_relay(nbytes: int, nbytes_per_s: float, count: int) -> None:
         print(f"{count} {how}     {some:7.1f} s = {some / one:.1f}x of one", flush=True)
 
 
-# ---------------------------------------------------------------- deltas
-
-RATES = (1e-6, 3e-6, 1e-5, 3e-5, 1e-4)
-
-
-def show_deltas(hidden: int, layers: int, vocabulary: int) -> None:
-    """One policy-gradient step of a random-init decoder: fp32 masters, AdamW, published as bf16. The first step of Adam is its largest:
-    every parameter with a gradient moves by the learning rate."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from trainer import losses, tiny
-
-    config = tiny.model_config(hidden, layers) | {"vocab_size": vocabulary}
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
-    tokens = torch.randint(0, vocabulary, (8, 48))
-    current = losses.token_logprobs(model(input_ids=tokens[:, :-1]).logits.float(), tokens[:, 1:], 1.0)
-    same, mask = current.detach(), torch.ones_like(current)
-    loss = losses.policy_loss(current, same, same, torch.randn(8), mask, clip_low=0.2, clip_high=0.2, importance_cap=2.0).loss
-    (loss / current.numel()).backward()
-    masters = [parameter.detach().clone() for parameter in model.parameters()]
-    before = _cast(masters)
-    count = sum(parameter.numel() for parameter in masters)
-    print(f"\ndelta of one step, {count / 1e6:.1f} M parameters in bf16; all times on one thread")
-    print(f"{'lr':>8} {'changed values':>15} {'bytes of full':>14} {'encode GB/s':>12} {'apply GB/s':>11}")
-    for rate in RATES:
-        with torch.no_grad():
-            for parameter, master in zip(model.parameters(), masters, strict=True):
-                parameter.copy_(master)
-        torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0).step()
-        _one_delta(rate, before, _cast([parameter.detach() for parameter in model.parameters()]))
-
-
-def _cast(parameters: list[Any]) -> memoryview:
-    import torch
-
-    return memoryview(torch.cat([p.reshape(-1).to(torch.bfloat16) for p in parameters]).view(torch.uint8).numpy())
-
-
-def _one_delta(rate: float, old: memoryview, new: memoryview) -> None:
-    changed = np.count_nonzero(np.frombuffer(old, dtype="<u2") != np.frombuffer(new, dtype="<u2")) / (len(old) // 2)
-    cuts = [(start, min(start + MIB, len(old))) for start in range(0, len(old), MIB)]
-    began = time.monotonic()
-    made = [delta.chain([delta.encode(old[a:b], new[a:b], 2)]) for a, b in cuts]
-    encoded = time.monotonic()
-    out = memoryview(bytearray(MIB))
-    wrong = 0
-    for (a, b), one in zip(cuts, made, strict=True):
-        delta.apply_chain(old[a:b], memoryview(one), out[: b - a])
-        wrong += out[: b - a] != new[a:b]
-    applied = time.monotonic()
-    assert not wrong
-    share = sum(map(len, made)) / len(old)
-    speeds = f"{len(old) / 1e9 / (encoded - began):12.2f} {len(old) / 1e9 / (applied - encoded):11.2f}"
-    print(f"{rate:8.0e} {changed:15.1%} {share:14.1%} {speeds}", flush=True)
-
-
-# ---------------------------------------------------------------- publishing
-
-
-def show_publish(nbytes: int) -> None:
-    """What `trainer.publish` does after the cast, part by part, on one thread; without it nothing would stand still."""
-    tensor = np.random.default_rng(0).integers(0, 256, nbytes // MIB * MIB, dtype=np.uint8)
-    parts: dict[str, float] = {}
-    began = time.monotonic()
-    buffer = Buffer(len(tensor))
-    buffer.view[:] = memoryview(tensor)
-    parts["copy into place"] = time.monotonic() - began
-    began = time.monotonic()
-    manifests.hashes_of(buffer.view, MIB)
-    parts["hashes"] = time.monotonic() - began
-    print(f"\npublishing {len(tensor) / 1e9:.2f} GB: " + ", ".join(f"{name} {len(tensor) / 1e9 / s:.2f} GB/s" for name, s in parts.items()))
-
-
 # ---------------------------------------------------------------- command
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="pull,relay,delta,publish")
+    parser.add_argument("--only", default="pull,relay,delta,publish", help="of pull, relay, delta, publish and join")
     parser.add_argument("--gigabytes", type=float, default=2.0)
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--joiners", type=int, default=16)
     parser.add_argument("--megabytes", type=float, default=64.0, help="of the version that joiners pull")
     parser.add_argument("--rate", type=float, default=12.0, help="MB/s of each sender")
+    parser.add_argument("--hidden", type=int, default=1024, help="width of the decoder that is published")
+    parser.add_argument("--ledger", default="", help="of a demo that ran; without it one is run for `join`")
     parser.add_argument("--serve", default="", help=argparse.SUPPRESS)
     parser.add_argument("--receive", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--nbytes", type=int, default=0, help=argparse.SUPPRESS)
@@ -287,11 +213,15 @@ def main() -> None:
         parts = options.only.split(",")
         if "pull" in parts:
             show_pull(int(options.gigabytes * 1e9) // MIB * MIB, options.streams, options.rounds)
-        if "delta" in parts:
-            show_deltas(128, 4, 16)
-            show_deltas(768, 12, 32_000)
-        if "publish" in parts:
-            show_publish(int(options.gigabytes * 1e9 / 4))
+        if "delta" in parts or "publish" in parts or "join" in parts:
+            import weights_steps as steps  # torch; beside this file
+
+            if "delta" in parts:
+                steps.show_deltas()
+            if "publish" in parts:
+                steps.show_publish(options.hidden, 12, options.rounds)
+            if "join" in parts:
+                steps.show_joins(options.ledger)
         if "relay" in parts:
             show_relay(int(options.megabytes * 1e6) // MIB * MIB, options.rate * 1e6, options.joiners)
 

@@ -134,6 +134,7 @@ class Loaded(Event):
     root: bytes
     pull_s: float
     load_s: float
+    verify_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -253,11 +253,11 @@ class Work:
             return [Note("superseded", f"version {event.version} was loaded after a newer one was wanted")]
         self.loaded_version, self.loaded_root, self._wanted = event.version, event.root, None
         waiting, self._waiting = self._waiting, []
-        actions = self._send(self._loaded_message(event.version, event.pull_s, event.load_s))
+        actions = self._send(self._loaded_message(event.version, event.pull_s, event.load_s, event.verify_s))
         return actions + [a for lease in waiting for a in self._assigned(lease, now)]
 
-    def _loaded_message(self, version: int, pull_s: float, load_s: float) -> wire.WeightsLoaded:
-        return wire.WeightsLoaded(version, self.loaded_root, pull_s, load_s, self.cache_tokens, self.best_batch)
+    def _loaded_message(self, version: int, pull_s: float, load_s: float, verify_s: float = 0.0) -> wire.WeightsLoaded:
+        return wire.WeightsLoaded(version, self.loaded_root, pull_s, load_s, self.cache_tokens, self.best_batch, verify_s)
 
     def built(self, event: Built, _now: float) -> list[Action]:
         self.cache_tokens, self.best_batch = event.cache_tokens, event.best_batch

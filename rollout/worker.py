@@ -84,6 +84,7 @@ class _Pulled:
     manifest: Manifest
     blob: Buffer
     pull_s: float
+    verify_s: float
 
 
 class Worker:
@@ -250,7 +251,7 @@ class Worker:
         began = self._clock()
         manifest = manifests.decode(weights.manifest)
         blob = await self._store.get(manifest, weights, self._options.pull_s)
-        self._commands.put_nowait(_Pulled(weights, manifest, blob, self._clock() - began))
+        self._commands.put_nowait(_Pulled(weights, manifest, blob, self._clock() - began, self._store.verify_s))
 
     async def _load(self, engine: Engine, pulled: _Pulled) -> None:
         began, version = self._clock(), pulled.weights.version
@@ -265,7 +266,8 @@ class Worker:
             version=version,
             nbytes=pulled.manifest.total_nbytes,
             pull_s=round(pulled.pull_s, 4),
+            verify_s=round(pulled.verify_s, 4),
             load_s=round(load_s, 4),
             since_start_s=round(self._clock() - self._options.started_at, 3),
         )
-        self._inbox.put_nowait(Loaded(version, pulled.manifest.root, pulled.pull_s, load_s))
+        self._inbox.put_nowait(Loaded(version, pulled.manifest.root, pulled.pull_s, load_s, pulled.verify_s))

@@ -61,7 +61,11 @@ class Client:
     def connect(cls, state_dir: Path, key_path: Path | None = None, give_up_s: float = 600.0) -> Client:
         """Read the key (default: the owner's) and connect. Raises `AuthError`, `DaemonUnavailable`."""
         client = cls(state_dir, keys.read_keypair(key_path or keys.owner_key_path(state_dir)), give_up_s)
-        client.reconnect()
+        try:
+            client.reconnect()
+        except BaseException:
+            client.close()
+            raise
         return client
 
     def __enter__(self) -> Client:
@@ -136,7 +140,7 @@ class Client:
         run = config.run
         body = wire.OpenRun(
             wire.PROTOCOL, run.name, run.seed, config.model_dump_json(), engine, tokenizer, run.harvest, run.max_engines,
-            run.gpus_per_engine, resume_step, host, job_id, run.poison_after, run.on_poison,
+            run.gpus_per_engine, resume_step, host, job_id, run.poison_after, run.on_poison, config.weights.encrypt,
         )  # fmt: skip
         alive = KeepAlive(self._open, run.name)
         self._alive.append(alive)

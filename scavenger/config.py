@@ -310,6 +310,7 @@ class WeightsSection(Section):
     advertise: str = ""  # host name that engines pull from; empty = `listen`
     deltas: Annotated[int, Field(ge=0, le=8)] = 4  # versions back that engines are sent only what changed since; 0 = everything
     encrypt: bool = False  # the bytes too go under CURVE; what they are is authenticated either way
+    nixl: bool = False  # let engines read the trainer's memory by NIXL (RDMA); needs the extra `nixl`; not with `encrypt`
     spool_dir: Path | None = None  # a folder that engines see too; versions are written there as well
 
 
@@ -373,6 +374,8 @@ class RunConfig(Section):
             )
         if not self.run.harvest and self.reserved.workers == 0:
             raise ValueError("run.harvest = false needs reserved.workers >= 1: somebody must generate")
+        if self.weights.nixl and self.weights.encrypt:
+            raise ValueError("weights.nixl reads memory in the clear, which weights.encrypt forbids: set one of them")
         return self
 
 

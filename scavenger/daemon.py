@@ -263,6 +263,7 @@ class Daemon:
             register=self.keyring.allow,
             unregister=self.keyring.revoke,
             clock=self.clock,
+            learned=lambda info: router.core.switches.update(info.switches),
         )  # fmt: skip
 
     def _keeper(self, server: Server, writer: Writer) -> Keeper | None:

@@ -27,16 +27,18 @@ from scavenger.client import Client
 from scavenger.config import RewardSection, RunConfig
 from scavenger.errors import CheckpointAhead, ConfigError, LedgerRestored, ScavengerError, StaleAttempt, told
 from scavenger.weights.source import WeightSource
+from scavenger.weights.spool import Spool
 from trainer import checkpoint
 from trainer.algorithms.rows import resolve
 from trainer.comm import Comm, Solo, connect, join, leave
 from trainer.data import Problems, open_tokenizer, stop_tokens
 from trainer.ending import TOLD_EXIT, Ending, ToldToEnd, ignore
 from trainer.local import LocalRun, LocalSource
-from trainer.loop import Loop, Source, Start
+from trainer.loop import Loop, Start
 from trainer.model import Learner, model_config_text
 from trainer.monitor import Monitor
 from trainer.monitors import chosen
+from trainer.publish import Publisher
 from trainer.ranks import Ranks, serve
 from trainer.rewards import RewardRunner
 from trainer.scoring import Scoring
@@ -105,6 +107,24 @@ def watched(config: RunConfig, comm: Comm, stack: ExitStack) -> Here:
     return here
 
 
+def weights_source(config: RunConfig, comm: Comm) -> WeightSource:
+    """Where this rank serves its share of the weights. Every rank calls it. Raises `ConfigError` where engines could not reach it."""
+    weights, here = config.weights, socket.gethostname()
+    lead = comm.share(here.encode()).decode()
+    if lead != here and _is_loopback(weights.listen):
+        raise ConfigError(
+            f'weights.listen = "{weights.listen}" is reached from {here} alone, and rank 0 is on {lead}: engines could not pull from both',
+            'set weights.listen = "0.0.0.0" in run.toml',
+        )
+    advertise = weights.advertise if lead == here else ""  # it names rank 0's host; another one goes by its own name
+    return WeightSource(weights.listen, advertise, encrypt=weights.encrypt, deltas=weights.deltas, nixl=weights.nixl)
+
+
+def spool_of(config: RunConfig) -> Spool | None:
+    folder = config.weights.spool_dir
+    return Spool(folder / config.run.name) if folder else None
+
+
 def restore(config: RunConfig, ranks: Ranks, resume: str) -> Start:
     """Load the chosen checkpoint on all ranks. Raises `ConfigError` when it belongs to another run."""
     path = checkpoint.select(config.run.out_dir, resume)
@@ -137,15 +157,17 @@ def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> int:
     with ExitStack() as stack:
         reward = config.reward
         runner = stack.enter_context(_runner(reward))
-        ranks = Ranks(comm, make_learner(config, comm), watched(config, comm, stack))
+        learner, here = make_learner(config, comm), watched(config, comm, stack)
+        source = LocalSource() if options.local else stack.enter_context(weights_source(config, comm))
+        ranks = Ranks(comm, learner, Publisher(source, spool_of(config)), here)
         monitor = Monitor(config.run.out_dir, steps=config.run.steps, more=chosen(config))
         stack.callback(monitor.close)
-        start, run, source = begin(config, spec, ranks, stack, options)
+        start, run = begin(config, spec, ranks, source, stack, options.resume)
         set_aside(config, start, run.attempt)
         scoring = Scoring(runner, tokenizer, reward, config.algorithm, monitor.say, config.sampling.max_tokens)
         ending = Ending()
         ending.listen()
-        loop = Loop(config, run, ranks, source, scoring, problems, how, monitor, start, crash_at, ending)
+        loop = Loop(config, run, ranks, scoring, problems, how, monitor, start, crash_at, ending)
         try:
             loop.run()
         except ToldToEnd as told_by:
@@ -169,21 +191,20 @@ def _runner(reward: RewardSection) -> RewardRunner:
     )  # fmt: skip
 
 
-Begun = tuple[Start, Run, Source]
-
-
-def begin(config: RunConfig, spec: wire.EngineSpec, ranks: Ranks, stack: ExitStack, options: argparse.Namespace) -> Begun:
+def begin(
+    config: RunConfig, spec: wire.EngineSpec, ranks: Ranks, source: LocalSource | WeightSource, stack: ExitStack, resume: str
+) -> tuple[Start, Run]:
     """Load a checkpoint and open the run from it. "auto" goes back to the newest one that the ledger knows.
 
     An older ledger that was restored ends before the newest checkpoints: steps that it does not have cannot be gone on from without
     leaving their samples unaccounted. Raises `ConfigError` where no checkpoint is old enough.
     """
-    start = restore(config, ranks, options.resume)
+    start = restore(config, ranks, resume)
     while True:
         try:
-            return (start, *open_run(config, spec, start, stack, local=options.local))
+            return start, open_run(config, spec, start, source, stack)
         except CheckpointAhead as ahead:
-            older = checkpoint.newest(config.run.out_dir, ahead.last_step) if options.resume == "auto" else None
+            older = checkpoint.newest(config.run.out_dir, ahead.last_step) if resume == "auto" else None
             if older is None:
                 raise ConfigError(
                     f"{ahead.cause}, and {config.run.out_dir} has no checkpoint that old",
@@ -212,15 +233,14 @@ def _is_loopback(name: str) -> bool:
         return name == "localhost"
 
 
-def open_run(config: RunConfig, spec: wire.EngineSpec, start: Start, stack: ExitStack, *, local: bool) -> tuple[Run, Source]:
-    if local:
-        here = LocalSource()
-        local_run = LocalRun(spec, here, config.run.seed)
+def open_run(config: RunConfig, spec: wire.EngineSpec, start: Start, source: LocalSource | WeightSource, stack: ExitStack) -> Run:
+    if isinstance(source, LocalSource):
+        local_run = LocalRun(spec, source, config.run.seed)
         stack.callback(local_run.close)
-        return local_run, here
+        return local_run
     check_reach(config, keys.read_rendezvous(config.run.state_dir).host, socket.gethostname())
     client = stack.enter_context(Client.connect(config.run.state_dir, config.run.key))
-    run = client.open_run(
+    return client.open_run(
         config,
         engine=spec,
         tokenizer=str(config.model.path / "tokenizer.json"),
@@ -228,9 +248,6 @@ def open_run(config: RunConfig, spec: wire.EngineSpec, start: Start, stack: Exit
         host=socket.gethostname(),
         job_id=int(os.environ.get("SLURM_JOB_ID", "0")),
     )
-    weights = config.weights
-    source = stack.enter_context(WeightSource(weights.listen, weights.advertise, encrypt=weights.encrypt, deltas=weights.deltas))
-    return run, source
 
 
 def close_failed(run: Run, error: BaseException) -> None:
@@ -257,8 +274,9 @@ def main(argv: list[str] | None = None) -> int:
             # failure and close the run; so rank 0 goes first, and its launcher ends the rest.
             ignore()
             with ExitStack() as stack:
-                learner = make_learner(config, comm)
-                serve(comm, learner, watched(config, comm, stack))
+                learner, here = make_learner(config, comm), watched(config, comm, stack)
+                source = stack.enter_context(weights_source(config, comm))
+                serve(comm, learner, Publisher(source, spool_of(config)), here)
         leave()
     except ScavengerError as error:
         return _ended(comm, error, f"error: {error}")

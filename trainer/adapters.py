@@ -8,7 +8,7 @@ and has the model's own names: any engine can load it. The reference policy is t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from scavenger.config import LoraSection
 from scavenger.errors import ConfigError
+from scavenger.weights.shards import rows
 
 _ADAPTER = "default"
 _BASE = ".base_layer"
@@ -69,18 +70,41 @@ def switched_off(model: Any) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
-def merged(model: Any) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter whole, by the model's own names in their order, tied ones once. A collective: all ranks must exhaust it."""
+def shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    """What the model is without its adapters: every parameter by the model's own name, tied ones once."""
+    return {name.replace(_BASE, ""): tuple(value.shape) for name, value in model.named_parameters() if ".lora_" not in name}
+
+
+def merged(model: Any, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """This rank's rows of each of these parameters, adapters merged. A collective: all ranks must exhaust it, with the same names.
+
+    The change that an adapter makes is computed whole on every rank and cut then: a product of some rows alone may round otherwise, and
+    equal weights must be equal however many ranks there are.
+    """
     parameters = dict(model.named_parameters())
     layers = dict(model.named_modules())
-    plain = {name.replace(_BASE, ""): name for name in parameters if ".lora_" not in name}
-    for name in sorted(plain):
-        value = whole(parameters[plain[name]])
-        if _BASE in plain[name] and name.endswith(".weight"):
+    named = {name.replace(_BASE, ""): name for name in parameters if ".lora_" not in name}
+    for name in names:
+        base = parameters[named[name]]
+        value = own(base)
+        if _BASE in named[name] and name.endswith(".weight"):
             layer = name.removesuffix(".weight")
             down, up = (whole(parameters[f"{layer}.lora_{side}.{_ADAPTER}.weight"]) for side in "AB")
-            value = value + layers[layer].scaling[_ADAPTER] * (up @ down)
+            value = value + own_rows(base, layers[layer].scaling[_ADAPTER] * (up @ down))
         yield name, value
+
+
+def own(parameter: Tensor) -> Tensor:
+    """The rows of a parameter that this rank has, without gradients."""
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
+
+
+def own_rows(like: Tensor, value: Tensor) -> Tensor:
+    """Of a whole tensor the rows that this rank has of the parameter `like`."""
+    if not isinstance(like, DTensor):
+        return value
+    first, last = rows(like.shape[0], like.device_mesh.get_local_rank(), like.device_mesh.size())
+    return value[first:last]
 
 
 def whole(parameter: Tensor) -> Tensor:

@@ -52,12 +52,12 @@ def restored(config: RunConfig, path: Path, state: State) -> Any:
 
 
 def sealed(model: Any, version: int, dtype: str) -> tuple[Manifest, Buffer]:
-    """The version that these weights are, as `publish.build_version` makes it."""
-    shapes = {name: (dtype, tuple(value.shape)) for name, value in adapters.merged(model)}
+    """The version that these weights are, as `publish.Publisher` makes it."""
+    shapes = {name: (dtype, shape) for name, shape in adapters.shapes(model).items()}
     table = manifests.layout(shapes)
     buffer = Buffer(sum(tensor.nbytes for tensor in table))
     place = {tensor.name: tensor for tensor in table}
-    for name, value in adapters.merged(model):
+    for name, value in adapters.merged(model, shapes):
         raw: Any = _flat(value.to(DTYPES[dtype]))
         buffer.view[place[name].offset : place[name].offset + place[name].nbytes] = memoryview(raw.numpy())
     size = manifests.chunk_nbytes_of(buffer.nbytes)

@@ -26,7 +26,7 @@ class LocalSource:
     def __init__(self) -> None:
         self.blob: memoryview = memoryview(b"")
 
-    def publish(self, manifest: Manifest, blob: Buffer) -> wire.WeightSource:
+    def publish(self, manifest: Manifest, blob: Buffer, chunks: Sequence[int] | None = None) -> wire.WeightSource:
         self.blob = blob.view
         return wire.WeightSource("inproc", "", b"")
 

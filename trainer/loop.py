@@ -17,14 +17,10 @@ import signal
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 from scavenger import wire
 from scavenger.config import RunConfig
 from scavenger.errors import WeightsError
-from scavenger.weights.manifest import Manifest
-from scavenger.weights.memory import Buffer
-from scavenger.weights.spool import Spool
 from trainer import checkpoint
 from trainer.data import Problem, Problems
 from trainer.ending import Ending, ToldToEnd
@@ -37,12 +33,6 @@ from trainer.scoring import Scoring, specs
 from trainer.step import Run, Stepper
 
 POLL_S = 0.1
-
-
-class Source(Protocol):
-    """`scavenger.weights.source.WeightSource`, or the single-process stand-in."""
-
-    def publish(self, manifest: Manifest, blob: Buffer) -> wire.WeightSource: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +78,6 @@ class Loop:
         config: RunConfig,
         run: Run,
         ranks: Ranks,
-        source: Source,
         scoring: Scoring,
         problems: Problems,
         sampling: wire.Sampling,
@@ -100,7 +89,6 @@ class Loop:
         self._config = config
         self._run = run
         self._ranks = ranks
-        self._source = source
         self._scoring = scoring
         self._problems = problems
         self._sampling = sampling
@@ -114,8 +102,6 @@ class Loop:
         self._asked: dict[int, Asked] = {}
         self._held_out: list[Problem] = problems.held_out()
         self._root = b""
-        folder = config.weights.spool_dir
-        self._spool = Spool(folder / config.run.name) if folder else None
         self._cursor = start.cursor
 
     def run(self) -> None:
@@ -180,11 +166,8 @@ class Loop:
 
     def _publish(self, step: int) -> int:
         version = self._run.next_version
-        made, blob = self._ranks.build_version(version, self._config.weights.dtype)
-        sources = [self._source.publish(made, blob)]
-        if self._spool is not None:
-            sources.append(self._spool.put(made, blob))
-        self._run.publish(step, made, *sources)
+        made = self._ranks.build_version(version, self._config.weights.dtype)
+        self._run.publish(step, made, *self._ranks.offer(made))
         self._root = made.root
         return version
 

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,7 @@ class Learner:
         trainer: TrainerSection = DEFAULTS,
         lora: LoraSection = ALL_WEIGHTS,
     ) -> None:
+        self.mesh = mesh
         self.dtype = torch.float64 if deterministic else torch.float32
         self.device = torch.device(mesh.device_type)
         self.deterministic = deterministic
@@ -224,9 +225,13 @@ class Learner:
     def discard_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
-    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter gathered whole, in the order of names, tied ones once, adapters merged. All ranks must exhaust it."""
-        return adapters.merged(self.model)
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """What is published: every parameter whole, tied ones once, by the model's own names."""
+        return adapters.shapes(self.model)
+
+    def shards(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+        """This rank's rows of each, adapters merged. All ranks must exhaust it, with the same names."""
+        return adapters.merged(self.model, names)
 
     def trained(self) -> dict[str, torch.nn.Parameter]:
         return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}

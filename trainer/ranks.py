@@ -12,12 +12,15 @@ from pathlib import Path
 
 import msgspec
 
+from scavenger import wire
+from scavenger.weights import manifest as manifests
 from scavenger.weights.manifest import Manifest
-from scavenger.weights.memory import Buffer, Pool
-from trainer import checkpoint, publish
+from scavenger.weights.spool import SCHEME
+from trainer import checkpoint
 from trainer.batching import Micro
 from trainer.comm import Comm
 from trainer.model import Learner, RowStats
+from trainer.publish import Publisher
 from trainer.saving import Saver
 from trainer.watch import Here
 
@@ -35,8 +38,17 @@ class Update(msgspec.Struct, frozen=True, tag=True):
     lr: float
 
 
-class Gather(msgspec.Struct, frozen=True, tag=True):
+class Share(msgspec.Struct, frozen=True, tag=True):
+    """Copy and hash your share of the present weights."""
+
     dtype: str
+
+
+class Offer(msgspec.Struct, frozen=True, tag=True):
+    """Serve your share of the version that the last `Share` made. `mark`: write it to the spool, under this name; "" = do not."""
+
+    manifest: bytes
+    mark: str
 
 
 class Save(msgspec.Struct, frozen=True, tag=True):
@@ -52,10 +64,11 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-Command = Train | Proximal | Update | Gather | Save | Load | Stop
+Command = Train | Proximal | Update | Share | Offer | Save | Load | Stop
 _encode = msgspec.msgpack.Encoder().encode
 _commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 _row_stats: msgspec.msgpack.Decoder[tuple[RowStats, ...]] = msgspec.msgpack.Decoder(tuple[RowStats, ...])
+_sources: msgspec.msgpack.Decoder[tuple[wire.WeightSource, ...]] = msgspec.msgpack.Decoder(tuple[wire.WeightSource, ...])
 _logprobs: msgspec.msgpack.Decoder[dict[int, bytes]] = msgspec.msgpack.Decoder(dict[int, bytes])
 
 
@@ -69,7 +82,7 @@ def told(command: Command) -> str:
     return type(command).__name__
 
 
-def execute(learner: Learner, saver: Saver, command: Command) -> bytes:
+def execute(learner: Learner, saver: Saver, publisher: Publisher, command: Command) -> bytes:
     """This rank's part of a command; returns the frame that rank 0 gets."""
     match command:
         case Train(micro):
@@ -78,9 +91,11 @@ def execute(learner: Learner, saver: Saver, command: Command) -> bytes:
             return _encode(learner.proximal(micro))
         case Update(denominator, lr):
             return _encode(learner.update(denominator, lr))
-        case Gather(dtype):
-            for _ in publish.gather(learner, dtype):
-                pass
+        case Share(dtype):
+            return publisher.make(learner, dtype)
+        case Offer(manifest, mark):
+            of, mesh = manifests.decode(manifest), learner.mesh
+            return _encode(publisher.offer(of, mark, mesh.get_local_rank(), mesh.size()))
         case Save(path):
             saver.begin(learner.state(), Path(path))
         case Load(path, updates_taken):
@@ -90,14 +105,14 @@ def execute(learner: Learner, saver: Saver, command: Command) -> bytes:
     return b""
 
 
-def serve(comm: Comm, learner: Learner, here: Here | None = None) -> None:
+def serve(comm: Comm, learner: Learner, publisher: Publisher, here: Here | None = None) -> None:
     """Every rank but 0: do what rank 0 says until it says stop. `here` is told where it is."""
     saver, here = Saver(), here or Here()
     while True:
         with here.at("waiting for rank 0", idle=True):
             command = _commands.decode(comm.receive())
         with here.at(told(command), command=True):
-            frame = execute(learner, saver, command)
+            frame = execute(learner, saver, publisher, command)
         if isinstance(command, Stop):
             return
         comm.reply(frame)
@@ -106,12 +121,12 @@ def serve(comm: Comm, learner: Learner, here: Here | None = None) -> None:
 class Ranks:
     """Rank 0's end: each method runs one command on all ranks, its own included."""
 
-    def __init__(self, comm: Comm, learner: Learner, here: Here | None = None) -> None:
+    def __init__(self, comm: Comm, learner: Learner, publisher: Publisher, here: Here | None = None) -> None:
         self._comm = comm
         self._here = here or Here()
         self._learner = learner
         self._saver = Saver()
-        self._pool = Pool(most=4)
+        self._publisher = publisher
 
     @property
     def size(self) -> int:
@@ -124,7 +139,7 @@ class Ranks:
     def _all(self, commands: Sequence[Command]) -> list[bytes]:
         with self._here.at(told(commands[0]), command=True):
             self._comm.send([_encode(command) for command in commands])
-            mine = execute(self._learner, self._saver, commands[0])
+            mine = execute(self._learner, self._saver, self._publisher, commands[0])
         with self._here.at(f"waiting for answers to {told(commands[0])}"):
             return [mine, *self._comm.replies()]
 
@@ -144,15 +159,15 @@ class Ranks:
         """The optimizer step over everything since the last one. Returns the gradient's norm before clipping."""
         return float(msgspec.msgpack.decode(self._all([Update(denominator, lr)] * self.size)[0], type=float))
 
-    def build_version(self, version: int, dtype: str) -> tuple[Manifest, Buffer]:
-        """Gather, cast, lay out and hash the present weights."""
-        with self._here.at(f"Gather of version {version}", command=True):
-            self._comm.send([_encode(Gather(dtype))] * self.size)
-            made = publish.build_version(version, self._learner, dtype, self._pool.take)
-        self._pool.give(made[1])  # for a later version, once nobody serves or reads this one
-        with self._here.at(f"waiting for answers to Gather of version {version}"):
-            self._comm.replies()
-        return made
+    def build_version(self, version: int, dtype: str) -> Manifest:
+        """Every rank casts, copies and hashes its share of the present weights; only hashes travel here."""
+        return self._publisher.seal(version, self._all([Share(dtype)] * self.size))
+
+    def offer(self, manifest: Manifest) -> tuple[wire.WeightSource, ...]:
+        """Every rank serves its share of the version that was just built, beside all that follows. Returns who has what, a disk last."""
+        frames = self._all([Offer(manifests.encode(manifest), self._publisher.mark())] * self.size)
+        found = [source for frame in frames for source in _sources.decode(frame)]
+        return tuple(sorted(found, key=lambda source: source.endpoint.startswith(SCHEME)))
 
     def save(self, path: Path) -> None:
         """Begin to write the present parameters and optimizer state; returns when they are copied."""
@@ -171,4 +186,4 @@ class Ranks:
 
     def stop(self) -> None:
         self._comm.send([_encode(Stop())] * self.size)
-        execute(self._learner, self._saver, Stop())
+        execute(self._learner, self._saver, self._publisher, Stop())

@@ -5,6 +5,7 @@ Owns the file and its layout. It is gone when its last user is, however that end
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Sequence
 from types import TracebackType
@@ -13,10 +14,11 @@ from scavenger.errors import EngineError
 from scavenger.weights.manifest import TensorView
 
 ALIGN = 64
+_SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class MemoryFile:
-    """A copy of tensors. `path` opens it in any process of the same user while this object lives."""
+    """A copy of tensors. `path` opens it in any process of the same user while this object lives; nobody can change it any more."""
 
     def __init__(self, views: Sequence[TensorView]) -> None:
         self.table: list[tuple[str, str, list[int], int, int]] = []
@@ -24,12 +26,13 @@ class MemoryFile:
         for view in views:
             self.table.append((view.name, view.dtype, list(view.shape), offset, view.data.nbytes))
             offset += -(-view.data.nbytes // ALIGN) * ALIGN
-        self._fd = os.memfd_create("scavenger-weights", os.MFD_CLOEXEC)
+        self._fd = os.memfd_create("scavenger-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
         try:
             os.ftruncate(self._fd, max(offset, 1))
             for view, (*_, start, _nbytes) in zip(views, self.table, strict=True):
                 _write(self._fd, view.data, start)
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)  # what was verified stays so, whoever opens the path to write
         except OSError as error:
             os.close(self._fd)
             raise EngineError(f"no memory for a version of {offset} bytes: {error.strerror}", "ask for more memory a job") from error

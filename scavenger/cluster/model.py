@@ -138,6 +138,7 @@ class ClusterInfo:
     kill_wait_s: float
     message_timeout_s: float
     user: str
+    switches: tuple[tuple[str, str], ...] = ()  # (node, its switch or block); none where no topology is known
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ PARTITIONS: Mapping[str, int] = {"partition_info": 1}
 JOBS: Mapping[str, int] = {"job_info": 1, "partition_info": 1}
 JOBS_JSON: Mapping[str, int] = {"job_info": 1}
 CONFIG: Mapping[str, int] = {"build_info": 1}
+TOPOLOGY: Mapping[str, int] = {"topo_info": 1}
 SUBMIT: Mapping[str, int] = {"submit": 1}
 REQUEUE: Mapping[str, int] = {"requeue": 1}
 

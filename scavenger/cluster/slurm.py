@@ -14,9 +14,10 @@ import secrets
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
-from scavenger.cluster import commands, rpc, slurm_json
+from scavenger.cluster import commands, rpc, slurm_json, topology
 from scavenger.cluster.model import ClusterInfo, ClusterView, Job, JobSpec, Node, Partition
 from scavenger.cluster.rpc import RpcCounter
 from scavenger.cluster.trouble import Trouble, trouble_of
@@ -67,7 +68,9 @@ class SlurmCluster:
         return commands.parse_version(self._ask(commands.version_argv(), {}))
 
     def info(self) -> ClusterInfo:
-        return commands.parse_info(self._ask(commands.config_argv(), rpc.CONFIG), user=pwd.getpwuid(os.getuid()).pw_name)
+        info = commands.parse_info(self._ask(commands.config_argv(), rpc.CONFIG), user=pwd.getpwuid(os.getuid()).pw_name)
+        told = self._command(topology.argv(), rpc.TOPOLOGY)  # a site without a topology may answer with an error: it then has none
+        return replace(info, switches=topology.parse(told.stdout if told.returncode == 0 else ""))
 
     def view(self) -> ClusterView:
         # nodes first: a GPU taken between two commands then shows an owner in the queue; the other order would show a

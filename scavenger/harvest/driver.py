@@ -81,6 +81,7 @@ class Harvester:
         register: Callable[[str, Identity], None],
         unregister: Callable[[str], None],
         clock: Callable[[], float],
+        learned: Callable[[ClusterInfo], None] = lambda _info: None,
         leave_s: float = LEAVE_S,
         token: Callable[[], str] = lambda: secrets.token_hex(8),
         draw: Callable[[], float] = random.random,
@@ -88,7 +89,7 @@ class Harvester:
     ) -> None:
         self.config, self.cluster, self.uid = config, cluster, uid
         self._commit, self._write, self._post = commit, write, post
-        self._demand, self._leases = demand, leases
+        self._demand, self._leases, self._learned = demand, leases, learned
         self._register, self._unregister = register, unregister
         self._keys: dict[str, str] = {}  # intent -> public key that we let in
         self._clock, self._leave_s, self._token = clock, leave_s, token
@@ -217,6 +218,7 @@ class Harvester:
             view = await self._look()
             preflight.check(info, view.partitions, self.config.harvest.partition, self.config.harvest.qos)
             self._info = info
+            self._learned(info)
             return view, Look.FULL
         if look is Look.JOBS and self.view is not None:
             asked_at = self._clock()

@@ -39,6 +39,7 @@ class Core:
         self.next_run_id = self.next_group_id = self.next_sample_id = self.next_worker_id = 1
         self.counters: dict[str, int] = {}
         self.new_policy: NewPolicy = lambda _run: Standard()
+        self.switches: dict[str, str] = {}  # node -> its switch, where the cluster's topology is known
         self.nonsense: dict[str, int] = {}  # public key -> what it sent and nobody could use
         self.now = 0.0
         self._ticket = self._settled = 0

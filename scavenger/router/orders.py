@@ -9,6 +9,7 @@ from scavenger.router import samples as sm
 from scavenger.router.core import Core
 from scavenger.router.policy import Toggled, WorkerReady
 from scavenger.router.state import Version, Worker, WorkerStatus
+from scavenger.weights.directory import refused
 from scavenger.wire import (
     Drain,
     Heartbeat,
@@ -62,7 +63,7 @@ def loaded(core: Core, worker: Worker, message: WeightsLoaded, version: int) -> 
     worker.load_failures = 0
     worker.run.stirred = worker.run.recount = True  # the others' orders stay as they are
     worker.run.restated.append(worker)
-    told = {"pull_s": message.pull_s, "load_s": message.load_s}
+    told = {"pull_s": message.pull_s, "verify_s": message.verify_s, "load_s": message.load_s}
     if worker.loads <= worker.run.next_version:  # each version once
         core.event("weights_loaded", worker.run.id, f"worker {worker.id}", f"version {version}", **told)
     else:
@@ -81,7 +82,11 @@ def loaded(core: Core, worker: Worker, message: WeightsLoaded, version: int) -> 
 def serving(core: Core, worker: Worker, message: Serving) -> None:
     """It serves a version on. What it says is believed as far as the root goes: whoever pulls from it checks every byte."""
     run, known = worker.run, worker.run.versions.get(message.version)
-    if message.source is None or known is None or known.root != message.root:
+    refusal = refused(message.source, run.encrypt) if message.source is not None else ""
+    if refusal and refusal != worker.no_holder:
+        core.peer_event(worker, "serving_refused", f"worker {worker.id}", refusal, version=message.version)
+    worker.no_holder = refusal or worker.no_holder
+    if message.source is None or known is None or known.root != message.root or refusal:
         run.directory.drop(message.version, worker.id)
     else:
         before = run.held(message.version)
@@ -161,7 +166,7 @@ def _send_to_holders(core: Core, worker: Worker, version: Version, *, more: bool
     served = {v for v in needed if run.conn is not None and v in run.versions and run.versions[v].sources}  # its trainer has them
     keep = tuple(sorted(v for v in needed - served if run.directory.last_holder(v) == worker.id))
     manifest = b"" if more else version.manifest
-    core.send_durable(worker.conn, UseWeights(version.version, manifest, choice.sources, keep, more))  # behind its Welcome
+    core.send_durable(worker.conn, UseWeights(version.version, manifest, choice.sources, keep, more, run.encrypt))  # behind its Welcome
 
 
 def more_holders(core: Core, worker: Worker) -> None:

@@ -12,6 +12,7 @@ from scavenger.ledger import records as rec
 from scavenger.router import samples as sm
 from scavenger.router.core import Core
 from scavenger.router.state import Group, Run, Sample, SampleStatus, Version, Worker, WorkerStatus
+from scavenger.weights.directory import Directory
 from scavenger.wire import EngineSpec, Reply, RunOpened, Sampling
 
 
@@ -135,12 +136,14 @@ def _restore_status(core: Core, run: Run, sample: Sample, row: rec.SampleState) 
 def _restore_run(core: Core, state: rec.RunState) -> Run:
     made = state.created
     engine = msgspec.json.decode(state.engine.encode(), type=EngineSpec)
-    run = Run(made.run_id, made.name, made.owner_key, made.seed, engine, policy=core.new_policy(made.name))
+    policy, directory = core.new_policy(made.name), Directory(core.switches)
+    run = Run(made.run_id, made.name, made.owner_key, made.seed, engine, policy=policy, directory=directory)
     config = msgspec.json.decode(state.config.encode())
     section = config.get("run", {})
     run.harvest = bool(section.get("harvest", True))
     run.max_engines, run.gpus_per_engine = int(section.get("max_engines", 0)), int(section.get("gpus_per_engine", 1))
     run.poison_after, run.on_poison = int(section.get("poison_after", 3)), str(section.get("on_poison", "stop"))
+    run.encrypt = bool(config.get("weights", {}).get("encrypt", False))
     run.attempt, run.resume_step, run.last_step = state.attempt, state.resume_step, state.last_step
     run.trainer_seen, run.ended = core.now, state.ended
     for v in state.versions:

@@ -14,6 +14,7 @@ from scavenger.router.core import Core
 from scavenger.router.events import Identity
 from scavenger.router.policy import WindowMoved
 from scavenger.router.state import Run, SampleStatus, Version, WorkerStatus
+from scavenger.weights.directory import Directory
 from scavenger.wire import (
     PROTOCOL,
     Attach,
@@ -131,6 +132,7 @@ def _open(core: Core, conn: int, identity: Identity, call: Call, body: OpenRun, 
         return
     if run is None:
         run = Run(core.next_run_id, call.run, identity.public_key, body.seed, body.engine, policy=core.new_policy(call.run))
+        run.directory = Directory(core.switches)  # which may be learnt later
         core.next_run_id += 1
         core.runs[call.run] = run
         core.record(
@@ -145,7 +147,9 @@ def _open(core: Core, conn: int, identity: Identity, call: Call, body: OpenRun, 
     _supersede_opening(core, run)
     run.attempt += 1
     run.engine, run.harvest, run.max_engines, run.gpus_per_engine = body.engine, body.harvest, body.max_engines, body.gpus_per_engine
-    run.poison_after, run.on_poison = body.poison_after, body.on_poison
+    run.poison_after, run.on_poison, run.encrypt = body.poison_after, body.on_poison, body.encrypt
+    if run.encrypt:
+        run.directory.refuse_clear()
     run.conn, run.opening, run.resume_step = None, (conn, call.id, body), body.resume_step
     run.stopped, run.ended, run.trainer_seen, run.fleet = "", False, core.now, None
     for version in run.versions.values():

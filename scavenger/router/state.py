@@ -184,6 +184,7 @@ class Run:
     gpus_per_engine: int = 1
     poison_after: int = 3
     on_poison: str = "stop"
+    encrypt: bool = False  # its weights go over no network in the clear
     conn: int | None = None
     opening: tuple[int, int, OpenRun] | None = None  # (conn, call id, body) of an OpenRun that waits for its history
     versions: dict[int, Version] = field(default_factory=dict)
@@ -276,6 +277,7 @@ class Worker:
     cache_tokens: int = 0  # as it said itself; 0 = it did not
     best_batch: int = 0
     told_at: float = 0.0  # when it was last told to sleep
+    no_holder: str = ""  # why its offer to serve weights was refused, as the ledger was told last
     wake_s: float = 0.0  # as it last said
 
 

@@ -6,6 +6,7 @@ called by another and wakes it. Errors of the connection are `OSError` or `WireE
   tcp://host:port with a server key     ZeroMQ under CURVE
   tcp://host:port without               TCP; requests carry proofs, bytes are in the clear and checked by hash
   WeightSource.local on this machine    the holder's memory itself, by a descriptor that it passes; else one of the above
+  WeightSource.nixl                     the holder's memory by NIXL (`channel_rdma`), where both have it; else one of the above
   file://path                           a spooled version, on a filesystem that both see
 """
 
@@ -23,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import zmq
 
 from scavenger import wire
@@ -104,6 +106,10 @@ class TcpChannel:
 
     def ask_have(self) -> None:
         send_frame(self._sock, protocol.have(self._token, self._version))
+
+    def ask_reach(self) -> None:
+        """Where NIXL finds the version's memory."""
+        send_frame(self._sock, protocol.reach(self._token, self._version))
 
     def answer(self, into: memoryview, heard: Heard) -> Answer | None:
         try:
@@ -223,13 +229,37 @@ def _regular(fd: int, nbytes: int) -> int:
     return fd
 
 
+class SharedContext:
+    """The ZeroMQ context of several threads' channels: made with the first of them, ended with the last, whenever that is."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._users = 0
+
+    def socket(self, kind: int) -> zmq.Socket[bytes]:
+        """A socket, for which `done` is to be called once it is closed."""
+        with self._lock:
+            if self._context is None:
+                self._context = zmq.Context()
+            made = self._context.socket(kind)
+            self._users += 1
+            return made
+
+    def done(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users and self._context is not None:
+                self._context.term()  # all of its sockets are closed and none lingers, so it waits for nothing
+                self._context = None
+
+
 class ZmqChannel:
     """DEALER under CURVE. The holder's key was told over the authenticated channel, so it is the holder that answers."""
 
-    def __init__(
-        self, source: wire.WeightSource, version: int, keypair: KeyPair, context: zmq.Context[zmq.Socket[bytes]], chunk_nbytes: int
-    ) -> None:
+    def __init__(self, source: wire.WeightSource, version: int, keypair: KeyPair, context: SharedContext, chunk_nbytes: int) -> None:
         self._version, self._token = version, source.token
+        self._context = context
         self._socket = context.socket(zmq.DEALER)
         for option, value in (
             (zmq.CURVE_SERVERKEY, source.server_key.encode()),
@@ -244,7 +274,7 @@ class ZmqChannel:
         try:
             self._socket.connect(source.endpoint)
         except zmq.ZMQError as error:
-            self._socket.close(linger=0)
+            self.end()
             raise WireError(f"{source.endpoint!r} cannot be used: {error}") from error
         self._closed = threading.Event()
 
@@ -277,14 +307,13 @@ class ZmqChannel:
 
     def end(self) -> None:
         self._socket.close(linger=0)
+        self._context.done()
 
 
-def bitmap(holds: Holds, chunks: int) -> bytes | None:
-    """The bitmap of an answer, None for everything. Raises `WireError` when it is too short."""
+def here(holds: Holds, chunks: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]] | None:
+    """Which chunks an answer says are there, None for all. Raises `WireError` when it says too little."""
     if holds.complete:
         return None
     if len(holds.bitmap) * 8 < chunks:
         raise WireError(f"a bitmap of {len(holds.bitmap)} bytes for {chunks} chunks")
-    return holds.bitmap
-
-
+    return np.unpackbits(np.frombuffer(holds.bitmap, dtype=np.uint8), count=chunks, bitorder="little").astype(bool)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from scavenger.weights import delta
@@ -36,8 +37,11 @@ class Deltas:
         self._ended = threading.Event()
         self.encoded = self.used = 0
 
-    def published(self, manifest: Manifest, blob: memoryview) -> None:
-        """The next version; its deltas from the one before are made from here on. Both must stay as they are meanwhile."""
+    def published(self, manifest: Manifest, blob: memoryview, chunks: Sequence[int] | None = None) -> None:
+        """The next version; its deltas from the one before are made from here on. Both must stay as they are meanwhile.
+
+        `chunks`: those that are here, the same ones in every version; None = all.
+        """
         if not self._links:
             return
         before, self._last = self._last, (manifest, blob)
@@ -49,12 +53,15 @@ class Deltas:
         while len(self._steps) > self._links:
             self._steps.popitem(last=False)
         self._ended = threading.Event()
-        work = (step, before[1], manifest, blob, self._ended)
+        mine = range(len(manifest.chunk_hashes)) if chunks is None else chunks
+        work = (step, before[1], manifest, blob, mine, self._ended)
         self._thread = threading.Thread(target=self._encode, args=work, name="weights-deltas", daemon=True)
         self._thread.start()
 
-    def _encode(self, step: _Step, old: memoryview, manifest: Manifest, new: memoryview, ended: threading.Event) -> None:
-        for chunk in range(len(manifest.chunk_hashes)):
+    def _encode(
+        self, step: _Step, old: memoryview, manifest: Manifest, new: memoryview, chunks: Sequence[int], ended: threading.Event
+    ) -> None:
+        for chunk in chunks:
             if ended.is_set() or sum(one.nbytes for one in list(self._steps.values())) > self._most:
                 return
             start, stop = manifest.chunk_range(chunk)

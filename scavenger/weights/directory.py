@@ -33,11 +33,25 @@ class Choice:
     reason: str
 
 
+def in_clear(source: WeightSource) -> bool:
+    """Whether bytes from this source cross a network readable for all."""
+    return not source.server_key and not source.endpoint.startswith("file:")
+
+
+def refused(source: WeightSource, encrypt: bool) -> str:
+    """Why an engine's source is passed on to nobody; "" where it is. What names a file is not believed: others would open it."""
+    if source.endpoint.startswith("file:"):
+        return f"it names the file {source.endpoint[5:100]}: only a publisher's spool is read from disk"
+    if encrypt and in_clear(source):
+        return "it serves in the clear, and the run's weights.encrypt is set"
+    return ""
+
+
 class Directory:
     """Of one run. `switches`: node -> switch, where Slurm's topology is known."""
 
     def __init__(self, switches: Mapping[str, str] | None = None) -> None:
-        self._switches = switches or {}
+        self._switches = switches if switches is not None else {}
         self._holders: dict[int, dict[int, Holder]] = {}  # version -> worker -> holder
         self._reading: dict[int, int] = {}  # worker -> version that it is pulling
         self._revisions: dict[int, int] = {}
@@ -45,10 +59,7 @@ class Directory:
     # ---------------------------------------------------------------- what is heard
 
     def hold(self, version: int, worker: int, node: str, source: WeightSource) -> None:
-        """The worker serves the version, or a part of it that grows. What names a file is not believed: others would open it."""
-        if source.endpoint.startswith("file:"):  # only a publisher's spool is read from disk
-            self.drop(version, worker)
-            return
+        """The worker serves the version, or a part of it that grows. The caller has asked whether the source is `refused`."""
         known = self._holders.setdefault(version, {})
         present = known.get(worker)
         if present is not None and present.source == source:
@@ -66,6 +77,12 @@ class Directory:
         self.settled(worker)
         for version in list(self._holders):
             self.drop(version, worker)
+
+    def refuse_clear(self) -> None:
+        """The run's weights are to be encrypted from here on: who serves them in the clear is no holder any more."""
+        for version, holders in self._holders.items():
+            for worker in [worker for worker, holder in holders.items() if in_clear(holder.source)]:
+                self.drop(version, worker)
 
     def settled(self, worker: int) -> None:
         """The worker has loaded what it was pulling, or given it up."""

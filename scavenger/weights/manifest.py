@@ -23,6 +23,7 @@ from scavenger.errors import WeightsError
 CHUNK_NBYTES = 1 << 20
 LARGE_CHUNK_NBYTES = 4 << 20  # of a blob above LARGE_BLOB_NBYTES: a manifest's size and the choice among chunks stay small
 LARGE_BLOB_NBYTES = 8 << 30
+HASH_NBYTES = 16  # xxh3-128
 MAX_CHUNK_NBYTES = 64 << 20  # a receiver holds a few chunks beside the blob
 ITEMSIZE = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "int8": 1, "uint8": 1}
 

@@ -5,6 +5,7 @@ receiver was told of the version's token over the authenticated control channel,
 on a network in the clear can repeat it, and gets the bytes that passed there anyway.
 
     Get(version, chunk)  ->  Part, then the chunk's bytes; or NoSuch        Have(version)  ->  Holds, or NoSuch
+    Reach(version)       ->  Reached, or NoSuch: where NIXL finds the memory
     Map(version)         ->  one byte with a descriptor of the memory, or without one where it is refused (same node only)
 """
 
@@ -46,6 +47,21 @@ class Map(msgspec.Struct, frozen=True, tag=True):
     proof: bytes
 
 
+class Reach(msgspec.Struct, frozen=True, tag=True):
+    """Ask how the memory is read by NIXL."""
+
+    version: int
+    proof: bytes
+
+
+class Reached(msgspec.Struct, frozen=True, tag=True):
+    """The version's first byte lies at `address` of the agent whose metadata this is."""
+
+    version: int
+    metadata: bytes
+    address: int
+
+
 class Part(msgspec.Struct, frozen=True, tag=True):
     """`nbytes` bytes follow: the chunk's, or a chain of deltas to it from the receiver's own."""
 
@@ -75,8 +91,8 @@ class Holds(msgspec.Struct, frozen=True, tag=True):
     bitmap: bytes = b""
 
 
-Request = Get | Have | Map
-Answer = Part | NoSuch | Holds
+Request = Get | Have | Map | Reach
+Answer = Part | NoSuch | Holds | Reached
 _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
@@ -92,6 +108,10 @@ def get(token: bytes, version: int, chunk: int, parent: bytes = b"") -> bytes:
 
 def have(token: bytes, version: int) -> bytes:
     return _encoder.encode(Have(version, _proof(token, "have", version, -1)))
+
+
+def reach(token: bytes, version: int) -> bytes:
+    return _encoder.encode(Reach(version, _proof(token, "reach", version, -1)))
 
 
 def map_(token: bytes, version: int) -> bytes:

@@ -13,28 +13,29 @@ import contextlib
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import structlog
-import zmq
 
 from scavenger import wire
 from scavenger.errors import WeightsError, WireError
 from scavenger.keys import KeyPair
 from scavenger.weights import channel as channels
 from scavenger.weights import delta
-from scavenger.weights.channel import Channel, FileChannel, TcpChannel, ZmqChannel
+from scavenger.weights.channel import Channel, SharedContext, ZmqChannel
+from scavenger.weights.channel_rdma import RdmaChannel
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
-from scavenger.weights.protocol import Holds, NoSuch, Part
-from scavenger.weights.spool import SCHEME
+from scavenger.weights.opener import Opener
+from scavenger.weights.protocol import Answer, Holds, NoSuch, Reached
 from scavenger.weights.transfer import Limits, Transfer, Verdict
 
 _log = structlog.get_logger(__name__)
 _IDLE_S = 0.02  # how soon a connection without work looks whether there is some again
 _LOOK_S = channels.LOOK_S  # also how often a partial holder is asked what it has
-MAX_SOURCES = 16
+MAX_SOURCES = 16  # at a time; the ranks of a large training job take turns
 JOIN_S = 1.0  # how long a pull that is over waits for its connections to end
 
 
@@ -60,38 +61,48 @@ class Pull:
         self.manifest = manifest
         self.buffer = buffer or Buffer(manifest.total_nbytes)
         self.base = base if base is not None and delta.same_layout(base[0], manifest) else None
-        self.deltas = self.nbytes = 0  # chunks that came as deltas; bytes that came at all
+        self.deltas, self.nbytes, self.verify_s = 0, 0, 0.0  # chunks that came as deltas; bytes that came; threads' seconds of hashing
         self.keypair = keypair
         self.limits = limits or Limits()
         self.clock = clock
         self.arrived = arrived or (lambda _chunk: None)
-        self.boot = channels.boot_id()
         self.lock = threading.Lock()
         self.ended = threading.Event()
         seed = random.getrandbits(32) if seed is None else seed
         self.transfer = Transfer(manifest, 0, self.limits, clock(), blob=self.buffer.view, seed=seed)
-        self.context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self.context = SharedContext()
         self._sources: list[wire.WeightSource] = []
         self._streams: list[_Stream] = []
         self._stuck: list[_Stream] = []  # of earlier tries
+        self._waiting: deque[wire.WeightSource] = deque()  # for one of `MAX_SOURCES` places
         self._told: Callable[[], None] = lambda: None
 
     def offer(self, sources: Sequence[wire.WeightSource]) -> None:
         """Pull from these too. A source that is known already goes on as it does, or is tried again if it was given up."""
         with self.lock:
             busy = {stream.source for stream in (*self._streams, *self._stuck) if stream.is_alive()}
-            fresh = [source for source in dict.fromkeys(sources) if source not in busy][: MAX_SOURCES - len(busy)]
-            share = max(1, self.limits.streams // max(1, len(fresh)))
-            for source in fresh:
-                self._sources.append(source)
-                self._begin(source, share if source.complete else 1)
+            fresh = [source for source in dict.fromkeys(sources) if source not in busy and source not in self._waiting]
+            room = max(0, MAX_SOURCES - len(busy))
+            first, share = not self._sources, max(1, self.limits.streams // max(1, len(fresh[:room])))
+            for source in fresh[:room]:
+                self._begin(source, share if source.complete or first else 1)
+            self._waiting.extend(fresh[room:])
 
-    def _begin(self, source: wire.WeightSource, connections: int) -> None:
-        number = len(self._sources) - 1
+    def _begin(self, source: wire.WeightSource, connections: int) -> None:  # under the lock
+        self._streams = [stream for stream in self._streams if stream.is_alive()]
+        self._sources.append(source)
         for _ in range(connections):
-            self._streams.append(_Stream(self, self.transfer.add_holder(number, self.clock()), source))
-        for stream in self._streams[-connections:]:
+            stream = _Stream(self, self.transfer.add_holder(len(self._sources) - 1, self.clock()), source)
+            self._streams.append(stream)
             stream.start()
+
+    def give_way(self, stream: _Stream) -> None:
+        """A source that has nothing for us now makes room for one that waits, where one does; its turn comes again."""
+        with self.lock:
+            if self._waiting and not stream.left and not self.ended.is_set():
+                self._waiting.append(stream.source)
+                self.transfer.abandon(stream.index, "")  # ends the stream
+                self._begin(self._waiting.popleft(), 1)
 
     async def finish(self, deadline_s: float) -> Buffer:
         """Wait until every byte is here and verified. Raises `WeightsError` otherwise; the pull can then be gone on with (`again`)."""
@@ -129,7 +140,7 @@ class Pull:
         self.manifest = manifest or self.manifest
         self.ended.clear()
         self._stuck = [stream for stream in (*self._stuck, *self._streams) if stream.is_alive()]
-        self._sources, self._streams = [], []
+        self._sources, self._streams, self._waiting = [], [], deque()
         old = self.transfer
         self.transfer = old.resumed(self.manifest, self.clock())
 
@@ -167,9 +178,6 @@ class Pull:
             self._streams = stuck  # those that ended would hold, through this pull, a view of the memory until a collector comes
         for stream in stuck:
             _log.warning("weights.stuck", source=stream.source.endpoint, reason=f"it did not end within {JOIN_S:g} s")
-        if self.context is not None and not stuck:  # else it stays for the next try
-            self.context.destroy(linger=0)
-            self.context = None
 
     def news(self) -> None:
         with contextlib.suppress(RuntimeError):  # the waiter's loop is over
@@ -203,17 +211,18 @@ class _Stream(threading.Thread):
         super().__init__(name=f"weights-pull-{index}", daemon=True)
         self.source = source
         self._pull = pull
-        self._index = index
+        self.index = index
         self._transfer = pull.transfer  # not the next one's, when this is left behind
         self.left = False  # the pull went on without it (under its lock): what it still gets is of no use
         self._channel: Channel | None = None
+        self._opener = Opener(source, pull.keypair, pull.context, pull.limits.stall_s)
         self._into = memoryview(bytearray(pull.manifest.chunk_nbytes))
         self._made: memoryview | None = None  # where deltas are applied
         self._bad_deltas = 0
         self._have_at: float | None = None  # when it was last asked what it has; None: not on this connection
         self._have_due = False
-        self._far = False  # whether it was found not to be this node's neighbour
         self._complaint = ""  # what its connection was last lost for
+        self._asked_at = pull.clock()  # when it last had anything for us
         self._known = False  # whether it said on this connection what it has: nothing is asked of it before
 
     def hang_up(self) -> None:
@@ -223,13 +232,15 @@ class _Stream(threading.Thread):
 
     def run(self) -> None:
         """Ask and take until the version is complete, the pull ends or this source is given up."""
-        pull, index = self._pull, self._index
+        pull, index = self._pull, self.index
         holder = self._transfer.holders[index]
         try:
             while not (self.left or pull.ended.is_set() or self._transfer.complete() or holder.given_up):
                 resting = holder.resting_until - pull.clock()
                 if resting > 0:
                     pull.ended.wait(min(resting, _LOOK_S))
+                    if holder.resting_until <= pull.clock():
+                        pull.give_way(self)
                     continue
                 try:
                     self._turn()
@@ -247,11 +258,11 @@ class _Stream(threading.Thread):
                 _log.warning("weights.lost", source=self.source.endpoint, reason=reason)
             self._complaint = reason
             with pull.lock:
-                self._transfer.lost(self._index, f"{self.source.endpoint}: {reason}", pull.clock())
+                self._transfer.lost(self.index, f"{self.source.endpoint}: {reason}", pull.clock())
 
     def _turn(self) -> None:
         """Ask what can be asked; take one answer, or wait a moment."""
-        pull, index = self._pull, self._index
+        pull, index = self._pull, self.index
         channel = self._connected()
         if self.left:
             return
@@ -267,8 +278,11 @@ class _Stream(threading.Thread):
         for chunk in chunks:
             channel.ask(chunk, base[0].root if base is not None else b"")
         if not asked and not self._have_due:
+            if partial and (self._transfer.holders[index].chunks or now - self._asked_at >= _LOOK_S):
+                pull.give_way(self)
             pull.ended.wait(_IDLE_S)
             return
+        self._asked_at = now if asked else self._asked_at
         answer = channel.answer(self._into, self._heard)
         if answer is not None:
             self._take(answer)
@@ -282,18 +296,18 @@ class _Stream(threading.Thread):
             raise WireError(f"no answer for {pull.limits.stall_s:g} s")
 
     def _heard(self) -> None:
-        self._transfer.heard(self._index, self._pull.clock())
+        self._transfer.heard(self.index, self._pull.clock())
 
-    def _take(self, answer: Part | NoSuch | Holds) -> None:
-        pull, index = self._pull, self._index
-        if answer.version != pull.manifest.version:
+    def _take(self, answer: Answer) -> None:
+        pull, index = self._pull, self.index
+        if answer.version != pull.manifest.version or isinstance(answer, Reached):
             raise WireError("an answer that was not asked for")
         if isinstance(answer, Holds):
             self._have_due, self._known = False, True
-            found = channels.bitmap(answer, len(pull.manifest.chunk_hashes))
+            found = channels.here(answer, len(pull.manifest.chunk_hashes))
             with pull.lock:
                 source = self._transfer.holders[index].source
-                self._transfer.know(source, None if found is None else _mask(found, len(pull.manifest.chunk_hashes)))
+                self._transfer.know(source, found)
             return
         if isinstance(answer, NoSuch):
             with pull.lock:
@@ -310,7 +324,9 @@ class _Stream(threading.Thread):
             if answer.chunk not in self._transfer.holders[index].asked:  # only this thread asks on it and takes back
                 raise WireError("a delta that was not asked for")
             data = self._from_delta(answer.chunk, data)
+        began = time.monotonic()
         good = self._transfer.matches(answer.chunk, data)
+        pull.verify_s += time.monotonic() - began
         if answer.delta and not good and self._bad_deltas < 2 * pull.limits.window:
             # Whether the delta or what is here is wrong: whole chunks are right. Those that are under way already are let go.
             pull.base, self._bad_deltas = None, self._bad_deltas + 1
@@ -351,42 +367,15 @@ class _Stream(threading.Thread):
     def _connected(self) -> Channel:
         if self._channel is None:
             self._have_at, self._have_due, self._known = None, False, False
-            self._channel = self._open()
+            self._channel = self._opener.open(self._pull.manifest)
         return self._channel
-
-    def _open(self) -> Channel:
-        pull, source = self._pull, self.source
-        version, patience = pull.manifest.version, pull.limits.stall_s
-        if source.endpoint.startswith(SCHEME):
-            return FileChannel.open(source.endpoint.removeprefix(SCHEME), pull.manifest)
-        if source.local.partition(":")[0] == pull.boot:
-            try:
-                return FileChannel.neighbour(source, pull.manifest, patience)
-            except (OSError, WireError) as error:  # another network namespace, perhaps: the network remains
-                if not self._far:  # told once, not each time that it is tried again
-                    _log.info("weights.no_shared_memory", source=source.endpoint, reason=str(error))
-                self._far = True
-        if not source.server_key:
-            return TcpChannel.connect(source, version, patience)
-        with pull.lock:
-            if self.left:
-                raise WireError("the pull is over")
-            if pull.context is None:
-                pull.context = zmq.Context()
-            context = pull.context
-        return ZmqChannel(source, version, pull.keypair, context, pull.manifest.chunk_nbytes)
 
     def _disconnect(self) -> None:
         channel, self._channel = self._channel, None
         if channel is None:
             return
         channel.close()
-        if isinstance(channel, ZmqChannel):
+        if isinstance(channel, ZmqChannel | RdmaChannel):
             channel.end()
         with self._pull.lock:
-            self._transfer.hung_up(self._index)
-
-
-def _mask(bitmap: bytes, chunks: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    bits = np.unpackbits(np.frombuffer(bitmap, dtype=np.uint8), count=chunks, bitorder="little")
-    return bits.astype(bool)
+            self._transfer.hung_up(self.index)

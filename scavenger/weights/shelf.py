@@ -12,7 +12,7 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,20 @@ class Held:
     here: np.ndarray[Any, Any] | None
     leaving: bool = False
     readers: dict[Hashable, float] = field(default_factory=dict)  # who -> until when its lease runs
+    parts: tuple[int, ...] | None = None  # the chunks that are here, now and later; None: all, or all that will come
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """The byte ranges that have memory, or will have."""
+        if self.parts is None:
+            return [(0, self.manifest.total_nbytes)]
+        found: list[tuple[int, int]] = []
+        for chunk in self.parts:
+            start, stop = self.manifest.chunk_range(chunk)
+            if found and found[-1][1] == start:
+                found[-1] = (found[-1][0], stop)
+            else:
+                found.append((start, stop))
+        return found
 
 
 @dataclass(slots=True)
@@ -66,8 +80,13 @@ class Shelf:
         self._changed = threading.Condition()
         self.deltas = Deltas(links)
 
-    def put(self, manifest: Manifest, blob: memoryview, buffer: Buffer | None, *, empty: bool = False) -> bytes:
-        """Serve a version, of which nothing is there yet if `empty`; returns its token. Raises `WeightsError`."""
+    def put(
+        self, manifest: Manifest, blob: memoryview, buffer: Buffer | None, *, empty: bool = False, chunks: Sequence[int] | None = None
+    ) -> bytes:
+        """Serve a version; returns its token. `empty`: nothing is there yet. `chunks`: all that is there, now and later; None = everything.
+
+        Raises `WeightsError`.
+        """
         if blob.nbytes != manifest.total_nbytes:
             raise WeightsError(f"version {manifest.version}: {blob.nbytes} bytes given, the manifest names {manifest.total_nbytes}")
         with self._changed:
@@ -75,13 +94,16 @@ class Shelf:
             if present is not None and present.manifest.root != manifest.root:
                 raise WeightsError(f"version {manifest.version} was published with other weights", "versions are never reused")
             if present is None or present.leaving:
-                here = np.zeros(len(manifest.chunk_hashes), dtype=bool) if empty else None
+                here = np.zeros(len(manifest.chunk_hashes), dtype=bool) if empty or chunks is not None else None
+                if here is not None and chunks is not None:
+                    here[list(chunks)] = True
                 token = secrets.token_bytes(TOKEN_NBYTES)
-                present = self._held[manifest.version] = Held(manifest, blob.toreadonly(), token, buffer, here)
+                parts = None if chunks is None else tuple(chunks)
+                present = self._held[manifest.version] = Held(manifest, blob.toreadonly(), token, buffer, here, parts=parts)
                 for old in [v for v, held in self._held.items() if not held.leaving][: -self._keep]:
                     self._retire(old)
                 if not empty:
-                    self.deltas.published(manifest, present.blob)
+                    self.deltas.published(manifest, present.blob, chunks)
             return present.token
 
     def arrived(self, version: int, chunk: int) -> None:

@@ -12,16 +12,18 @@ import secrets
 import socket
 import threading
 import time
+from collections.abc import Sequence
 
 import structlog
 
 from scavenger import wire
 from scavenger.errors import WeightsError, WireError
+from scavenger.weights import rdma
 from scavenger.weights.channel import boot_id, read_exactly, send_frame, set_timeouts
 from scavenger.weights.deltas import Deltas
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
-from scavenger.weights.protocol import MAX_REQUEST_BYTES, Map, NoSuch, decode_request, encode
+from scavenger.weights.protocol import MAX_REQUEST_BYTES, Answer, Map, NoSuch, Reach, Reached, decode_request, encode
 from scavenger.weights.shelf import Shelf, SourceStats
 from scavenger.weights.source_zmq import CurveServer
 
@@ -48,13 +50,15 @@ class WeightSource:
         lease_s: float = LEASE_S,
         nbytes_per_s: float = 0.0,
         deltas: int = 0,
+        nixl: bool = False,
     ) -> None:
         """Bind ports that the system gives on the interface `listen`; receivers are told to connect to `advertise`.
 
         `keep` versions are served; publishing one more retires the oldest. `encrypt`: under CURVE. `local`: hand the memory to readers
         on this machine. `deltas`: from so many versions back. `nbytes_per_s`: what it sends at most, all receivers together; 0 = no
-        bound. Raises `WeightsError` when it cannot bind.
+        bound. `nixl`: let the memory be read by NIXL, never where `encrypt`. Raises `WeightsError` when it cannot bind.
         """
+        self._agent = rdma.shared("serve") if nixl and not encrypt else None
         self._shelf = Shelf(keep, lease_s, links=deltas)
         self._pace = _Pace(nbytes_per_s)
         self._numbers = itertools.count()
@@ -89,25 +93,38 @@ class WeightSource:
 
     # ---------------------------------------------------------------- what is served
 
-    def publish(self, manifest: Manifest, blob: bytes | bytearray | memoryview | Buffer) -> wire.WeightSource:
+    def publish(
+        self, manifest: Manifest, blob: bytes | bytearray | memoryview | Buffer, chunks: Sequence[int] | None = None
+    ) -> wire.WeightSource:
         """Serve a version; the caller must not change the bytes before `free` says that nobody reads them.
 
-        Publishing a version again with the same root returns the source it has. Raises `WeightsError` otherwise.
+        `chunks`: those that are in `blob`, whose other bytes mean nothing; None = all. Publishing a version again with the same root
+        returns the source it has. Raises `WeightsError` otherwise.
         """
-        return self._put(manifest, blob, empty=False)
+        return self._put(manifest, blob, empty=False, chunks=chunks)
 
     def publish_empty(self, manifest: Manifest, buffer: Buffer) -> wire.WeightSource:
         """Serve a version as it arrives: `arrived` says which chunk is here and verified, `completed` that all are."""
         return self._put(manifest, buffer, empty=True)
 
-    def _put(self, manifest: Manifest, blob: bytes | bytearray | memoryview | Buffer, *, empty: bool) -> wire.WeightSource:
+    def _put(
+        self,
+        manifest: Manifest,
+        blob: bytes | bytearray | memoryview | Buffer,
+        *,
+        empty: bool,
+        chunks: Sequence[int] | None = None,
+    ) -> wire.WeightSource:
         buffer = blob if isinstance(blob, Buffer) else None
         view = buffer.view if buffer is not None else memoryview(blob).cast("B")  # type: ignore[arg-type]
         if self._closed.is_set() or not all(thread.is_alive() for _, thread in self._listeners):
             raise WeightsError("the weights source has stopped", "the process's log says why; restart it")
-        token = self._shelf.put(manifest, view, buffer, empty=empty)
+        if chunks is not None and len(chunks) == len(manifest.chunk_hashes):
+            chunks = None
+        token = self._shelf.put(manifest, view, buffer, empty=empty, chunks=chunks)
         local = self.local if buffer is not None else ""
-        return wire.WeightSource(self.endpoint, self.server_key, token, local, not empty)
+        nixl = self._agent is not None and buffer is not None
+        return wire.WeightSource(self.endpoint, self.server_key, token, local, not empty and chunks is None, nixl)
 
     def arrived(self, version: int, chunk: int) -> None:
         self._shelf.arrived(version, chunk)
@@ -230,6 +247,9 @@ class WeightSource:
         if isinstance(request, Map):
             self._hand_over(one, request, number)
             return
+        if isinstance(request, Reach):
+            self._tell_reach(one, request, number)
+            return
         answer, data = self._shelf.answer(request, number)
         if not isinstance(answer, NoSuch) or answer.absent:
             one.prove()
@@ -242,6 +262,17 @@ class WeightSource:
             sock.sendall(piece)
         self.stats.parts += 1
         self.stats.nbytes += len(data)
+
+    def _tell_reach(self, one: _Connection, request: Reach, number: int) -> None:
+        held = self._shelf.find(request, number)
+        if not isinstance(held, NoSuch):
+            one.prove()
+        answer: Answer
+        if isinstance(held, NoSuch) or self._agent is None or held.buffer is None:
+            answer = NoSuch(request.version, -1, "it is not served by NIXL here", absent=True)
+        else:
+            answer = Reached(request.version, *self._agent.expose(held.buffer, held.ranges()))
+        send_frame(one.sock, encode(answer))
 
     def _hand_over(self, one: _Connection, request: Map, number: int) -> None:
         sock = one.sock

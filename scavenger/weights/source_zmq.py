@@ -12,7 +12,7 @@ import structlog
 import zmq
 
 from scavenger.errors import WeightsError, WireError
-from scavenger.weights.protocol import MAX_REQUEST_BYTES, Get, Map, NoSuch, decode_request, encode
+from scavenger.weights.protocol import MAX_REQUEST_BYTES, Get, Map, NoSuch, Reach, decode_request, encode
 from scavenger.weights.shelf import Shelf
 
 SEND_QUEUE = 16  # answers that may wait for one receiver
@@ -92,8 +92,10 @@ class CurveServer:
             self._shelf.stats.malformed += 1
             _log.warning("weights.malformed", reason=error.cause)
             return
-        if isinstance(request, Map):
-            self._send(router, [frames[0], encode(NoSuch(request.version, -1, "memory is handed over locally only"))], 0)
+        if isinstance(request, Map | Reach):
+            self._send(
+                router, [frames[0], encode(NoSuch(request.version, -1, "memory is handed to neighbours only"))], 0
+            )
             return
         answer, data = self._shelf.answer(request, frames[0])
         found: list[bytes | memoryview] = [frames[0], encode(answer)]

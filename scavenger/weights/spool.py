@@ -9,8 +9,12 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import secrets
 import shutil
 import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
@@ -26,30 +30,55 @@ SCHEME = "file://"
 _log = structlog.get_logger(__name__)
 
 
+OTHERS_S = 120.0  # how long rank 0 waits for what other ranks write
+_LOOK_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one of several ranks writes of a version. `mark` is the same on all of them and another for each version that is written."""
+
+    mark: str
+    rank: int
+    ranks: int
+    ranges: Sequence[tuple[int, int]]
+
+
+def alone(manifest: Manifest) -> Share:
+    """Everything, written by one process."""
+    return Share(secrets.token_hex(8), 0, 1, [(0, manifest.total_nbytes)])
+
+
 class Spool:
-    """The newest `keep` versions of one run below `folder`."""
+    """The newest `keep` versions of one run below `folder`, which all ranks see. Each writes its share into one file; rank 0 ends it."""
 
     def __init__(self, folder: Path, keep: int = 2) -> None:
         self._folder = folder
         self._keep = keep
         self._writing: threading.Thread | None = None
 
-    def put(self, manifest: Manifest, buffer: Buffer) -> wire.WeightSource:
-        """Write the version beside what the caller goes on with; one that comes while another is being written is left out.
+    def ready(self) -> bool:
+        """Whether nothing is being written. A version that comes meanwhile is left out."""
+        return self._writing is None or not self._writing.is_alive()
+
+    def put(self, manifest: Manifest, buffer: Buffer, share: Share) -> wire.WeightSource:
+        """Write this share of the version beside what the caller goes on with.
 
         Returns where it will be: who looks before finds nothing, and looks again. What cannot be written is told in the log.
         """
-        if self._writing is None or not self._writing.is_alive():
-            self._writing = threading.Thread(target=self._write, args=(manifest, buffer), name="weights-spool")
-            self._writing.start()
+        if not self.ready():  # rank 0 was, and gave up waiting for this one
+            _log.error("weights.not_spooled", version=manifest.version, rank=share.rank, reason="an earlier version is still being written")
+            return self._address(manifest.version)
+        self._writing = threading.Thread(target=self._write, args=(manifest, buffer, share), name="weights-spool")
+        self._writing.start()
         return self._address(manifest.version)
 
     def _address(self, version: int) -> wire.WeightSource:
         return wire.WeightSource(f"{SCHEME}{(self._folder / f'version-{version}' / BLOB).resolve()}", "", b"")
 
-    def _write(self, manifest: Manifest, buffer: Buffer) -> None:
+    def _write(self, manifest: Manifest, buffer: Buffer, share: Share) -> None:
         try:
-            self.write(manifest, buffer.view)
+            self.write(manifest, buffer.view, share)
         except WeightsError as error:
             _log.error("weights.not_spooled", version=manifest.version, reason=str(error))
 
@@ -58,28 +87,64 @@ class Spool:
         if self._writing is not None:
             self._writing.join()
 
-    def write(self, manifest: Manifest, blob: memoryview) -> wire.WeightSource:
+    def write(self, manifest: Manifest, blob: memoryview, share: Share | None = None) -> wire.WeightSource:
         """Write the version, then delete older ones. Returns where readers that see this filesystem find it. Raises `WeightsError`."""
-        final = self._folder / f"version-{manifest.version}"
-        part = self._folder / f".part-{manifest.version}-{os.getpid()}"
+        share = share or alone(manifest)
+        part = self._folder / f".part-{manifest.version}-{share.mark}"
         try:
-            shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
-            for name, data in ((BLOB, blob), (MANIFEST, manifests.encode(manifest))):
-                with (part / name).open("wb") as file:
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
-            if final.exists():  # an older attempt's, which never told the ledger of it
-                shutil.rmtree(final)
-            part.rename(final)
+            part.mkdir(parents=True, exist_ok=True)
+            self._write_share(part / BLOB, manifest, blob, share)
+            if share.rank == 0:
+                self._end(part, manifest, share)
         except OSError as error:
-            shutil.rmtree(part, ignore_errors=True)
             cause = f"version {manifest.version} cannot be written to {self._folder}: {error}"
+            if share.rank:
+                with contextlib.suppress(OSError):  # then rank 0 finds out when its time is over
+                    (part / f"failed-{share.rank}").write_text(str(error))
+            else:
+                shutil.rmtree(part, ignore_errors=True)
             raise WeightsError(cause, "see weights.spool_dir") from error
+        return self._address(manifest.version)
+
+    def _write_share(self, path: Path, manifest: Manifest, blob: memoryview, share: Share) -> None:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            os.ftruncate(fd, manifest.total_nbytes)
+            for start, stop in share.ranges:
+                while start < stop:
+                    start += os.pwrite(fd, blob[start:stop], start)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        if share.rank:
+            (path.parent / f"rank-{share.rank}").touch()
+
+    def _end(self, part: Path, manifest: Manifest, share: Share) -> None:
+        """Rank 0: the version is complete when all ranks have written. Raises `OSError`."""
+        for left in self._folder.glob(".part-*"):  # by a trainer that was killed
+            if left != part:
+                shutil.rmtree(left, ignore_errors=True)
+        marks = [part / f"rank-{rank}" for rank in range(1, share.ranks)]
+        deadline = time.monotonic() + OTHERS_S
+        while not all(mark.exists() for mark in marks):
+            for failed in part.glob("failed-*"):
+                raise OSError(f"{failed.name.replace('failed-', 'rank ')}: {failed.read_text()}")
+            if time.monotonic() >= deadline:
+                missing = ", ".join(mark.name for mark in marks if not mark.exists())
+                raise TimeoutError(f"no share of {missing} within {OTHERS_S:g} s")
+            time.sleep(_LOOK_S)  # between two looks at the folder: nothing else tells what other hosts wrote there
+        for mark in marks:
+            mark.unlink()
+        with (part / MANIFEST).open("wb") as file:
+            file.write(manifests.encode(manifest))
+            file.flush()
+            os.fsync(file.fileno())
+        final = self._folder / f"version-{manifest.version}"
+        if final.exists():  # an older attempt's, which never told the ledger of it
+            shutil.rmtree(final)
+        part.rename(final)
         for old in self.versions()[: -self._keep]:
             shutil.rmtree(self._folder / f"version-{old}", ignore_errors=True)
-        return self._address(manifest.version)
 
     def versions(self) -> list[int]:
         """What is complete, oldest first."""

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import structlog
 
 from scavenger import wire
 from scavenger.errors import ScavengerError, WeightsError
 from scavenger.keys import KeyPair
+from scavenger.weights import rdma
+from scavenger.weights.directory import in_clear
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer, Pool
 from scavenger.weights.pull import Pull
@@ -25,6 +27,14 @@ from scavenger.weights.transfer import Limits
 ANNOUNCE_S = 0.5  # a pull that takes longer serves others while it runs
 KEEP = 8  # more than it can be told to keep at a time
 _log = structlog.get_logger(__name__)
+
+
+def _allowed(sources: Sequence[wire.WeightSource], encrypt: bool) -> list[wire.WeightSource]:
+    """Those that may be read from: an encrypted run's weights are not asked for in the clear."""
+    clear = [source.endpoint for source in sources if encrypt and in_clear(source)]
+    if clear:
+        _log.warning("weights.clear_source", sources=clear, reason="weights.encrypt is set, and they serve in the clear")
+    return [source for source in sources if source.endpoint not in clear]
 
 
 class Store:
@@ -47,16 +57,19 @@ class Store:
         self._announce_s = announce_s
         self._clock = clock
         self._source: WeightSource | None = None
+        self._encrypted = False  # whether that one is
         self._held: dict[int, tuple[Manifest, Buffer]] = {}  # complete and verified
         self._served: dict[int, bytes] = {}  # version -> root
         self._pull: Pull | None = None  # under way, or unfinished
         self._pool = Pool(most=1)
         self._more: wire.UseWeights | None = None  # further holders that were named last
+        self.verify_s = 0.0  # thread seconds that the last version's hashes took
         self._one = asyncio.Lock()  # a pull that was cancelled ends before the next begins
 
     async def get(self, manifest: Manifest, weights: wire.UseWeights, deadline_s: float) -> Buffer:
         """Every byte of the version, verified. Raises `WeightsError`; what arrived until then is kept for the next try."""
         async with self._one:
+            self.verify_s = 0.0
             return await self._get(manifest, weights, deadline_s)
 
     async def _get(self, manifest: Manifest, weights: wire.UseWeights, deadline_s: float) -> Buffer:
@@ -73,12 +86,13 @@ class Store:
         else:
             work.again(manifest)
         more = self._more.sources if self._more is not None and self._more.version == weights.version else ()
-        work.offer((*weights.sources, *more))
+        work.offer(_allowed((*weights.sources, *more), weights.encrypt))
         partial = asyncio.get_running_loop().call_later(self._announce_s, self._serve_partial, work, weights)
         try:
             buffer = await work.finish(deadline_s)
         finally:
             partial.cancel()
+            self.verify_s = work.verify_s
         self._pull, work.base = None, None
         self._release({manifest.version, *weights.keep})
         return self._now_held(manifest, buffer, weights)
@@ -87,7 +101,7 @@ class Store:
         """More holders of the version that is being pulled, or is about to be."""
         self._more = weights
         if self._pull is not None and self._pull.manifest.version == weights.version:
-            self._pull.offer(weights.sources)
+            self._pull.offer(_allowed(weights.sources, weights.encrypt))
 
     def close(self) -> None:
         if self._source is not None:
@@ -128,14 +142,30 @@ class Store:
         self._say(serving)
 
     def _serving(self, weights: wire.UseWeights) -> WeightSource | None:
-        """This process's own source, as encrypted as those that it is given. None where it cannot have one: it then only receives."""
-        encrypt = any(source.server_key for source in weights.sources)
+        """This process's own source, encrypted where the run's are. None where it cannot have one: it then only receives.
+
+        What the run wants is told beside the sources: a disk, or the memory of a neighbour, does not show it.
+        """
+        again = self._withdrawn(self._source) if self._source is not None and weights.encrypt and not self._encrypted else []
         if self._source is None:
+            encrypt = weights.encrypt or any(source.server_key for source in weights.sources)
             try:
-                self._source = WeightSource(self._address(), keep=KEEP, encrypt=encrypt)
+                nixl = any(source.nixl for source in weights.sources) and rdma.installed()
+                self._source, self._encrypted = WeightSource(self._address(), keep=KEEP, encrypt=encrypt, nixl=nixl), encrypt
             except (ScavengerError, OSError) as error:
                 _log.warning("weights.not_served_on", reason=str(error))
+        if self._source is not None:
+            for manifest, buffer in again:
+                self._tell(wire.Serving(manifest.version, manifest.root, self._source.publish(manifest, buffer)))
         return self._source
+
+    def _withdrawn(self, source: WeightSource) -> list[tuple[Manifest, Buffer]]:
+        """The run began to encrypt: nothing more leaves this process in the clear. Returns what is to be served anew."""
+        for version, root in self._served.items():
+            self._say(wire.Serving(version, root, None))
+        source.close()
+        self._source, served, self._served = None, self._served, {}
+        return [held for version, held in self._held.items() if version in served]
 
     def _release(self, keep: set[int]) -> None:
         """Let go of every version but these, and say so."""

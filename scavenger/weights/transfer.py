@@ -285,7 +285,18 @@ class Transfer:
         """What is missing and why, for the error."""
         total = len(self.here)
         reasons = "; ".join(f"source {h.source}: {h.reason}" for h in self.holders if h.reason) or "no answer yet"
-        return f"{total - self.missing} of {total} chunks arrived, {self.corrupt} with a wrong hash ({reasons})"
+        owners = self._owners_of_missing()
+        return f"{total - self.missing} of {total} chunks arrived{owners}, {self.corrupt} with a wrong hash ({reasons})"
+
+    def _owners_of_missing(self) -> str:
+        """Which training ranks have what is missing, where several share a version: a dead one is named by its number."""
+        size = self.manifest.chunk_nbytes
+        counts: dict[int, int] = {}
+        for shard in self.manifest.shards:
+            missing = int(np.count_nonzero(~self.here[shard.start // size : -(-shard.stop // size)]))
+            if missing:
+                counts[shard.owner] = counts.get(shard.owner, 0) + missing
+        return "".join(f", {count} of rank {owner} missing" for owner, count in sorted(counts.items())[:8])
 
     def _measure(self, holder: Holder, asked_at: float, now: float) -> None:
         took = max(now - max(asked_at, holder.delivered_at), 1e-6)

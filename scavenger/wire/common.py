@@ -85,6 +85,7 @@ class WeightSource(Part, frozen=True):
     token: Annotated[bytes, msgspec.Meta(max_length=64)]
     local: Words = ""
     complete: bool = True
+    nixl: bool = False  # its memory may be read by NIXL
 
 
 # ---------------------------------------------------------------- daemon -> worker or trainer, before a session

@@ -112,6 +112,7 @@ class Heartbeat(Message, frozen=True):
 class WeightsLoaded(Message, frozen=True):
     """The engine now generates with `version`, verified against the manifest with this root hash.
 
+    `verify_s`: seconds of threads, within `pull_s`, that went into checking hashes.
     `cache_tokens`: tokens of all samples together that its KV cache holds; `best_batch`: samples beyond which it measured no more tokens a
     second. 0 = it does not know.
     """
@@ -122,6 +123,7 @@ class WeightsLoaded(Message, frozen=True):
     load_s: Rate = 0.0
     cache_tokens: Count = 0
     best_batch: Count = 0
+    verify_s: Rate = 0.0
 
 
 class WeightsFailed(Message, frozen=True):
@@ -195,7 +197,7 @@ class UseWeights(Message, frozen=True):
     """Load this version before anything else is generated. `manifest` is an encoded weights.manifest.Manifest.
 
     `more`: the version is being pulled already, and these are its holders now; no manifest. `keep`: versions that nobody else holds
-    and that are still needed; go on serving them.
+    and that are still needed; go on serving them. `encrypt`: the run's weights cross no network in the clear, whatever the sources are.
     """
 
     version: int
@@ -203,6 +205,7 @@ class UseWeights(Message, frozen=True):
     sources: tuple[WeightSource, ...]
     keep: tuple[int, ...] = ()
     more: bool = False
+    encrypt: bool = False
 
 
 class Assign(Message, frozen=True):

@@ -86,9 +86,12 @@ def chunk_of(sample_id: int, epoch: int, version: int, offset: int, n: int, fini
     return Chunk(sample_id, epoch, offset, version, *payload(sample_id, offset, n), finish=finish)
 
 
-def open_body(resume_step: int = 0, *, on_poison: str = "stop", poison_after: int = 3, harvest: bool = True, job_id: int = 1) -> OpenRun:
-    config = json.dumps({"run": CONFIG["run"] | {"on_poison": on_poison, "poison_after": poison_after, "harvest": harvest}})
-    return OpenRun(PROTOCOL, "r", 7, config, SPEC, "", harvest, 8, 1, resume_step, "host", job_id, poison_after, on_poison)
+def open_body(
+    resume_step: int = 0, *, on_poison: str = "stop", poison_after: int = 3, harvest: bool = True, job_id: int = 1, encrypt: bool = False
+) -> OpenRun:
+    run = CONFIG["run"] | {"on_poison": on_poison, "poison_after": poison_after, "harvest": harvest}
+    config = json.dumps({"run": run, "weights": {"encrypt": encrypt}})
+    return OpenRun(PROTOCOL, "r", 7, config, SPEC, "", harvest, 8, 1, resume_step, "host", job_id, poison_after, on_poison, encrypt)
 
 
 def specs(prompts: int, n: int = 2, max_tokens: int = 8) -> tuple[GroupSpec, ...]:

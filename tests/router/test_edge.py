@@ -292,6 +292,8 @@ def test_a_client_without_a_daemon_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(AuthError, match="scavenger init"):
         Client.connect(tmp_path)
     keys.init_state(tmp_path, "me")
+    with pytest.raises(DaemonUnavailable, match="scavenger daemon"):
+        Client.connect(tmp_path)
     client = Client(tmp_path, keys.read_keypair(keys.owner_key_path(tmp_path)), give_up_s=0.5)
     with pytest.raises(DaemonUnavailable, match="scavenger daemon"):
         client.reconnect()

@@ -47,8 +47,10 @@ def test_an_engine_s_cache_and_plateau_are_seen_with_its_first_weights() -> None
 
 def test_a_message_of_the_release_before_says_nothing_of_them_and_is_understood() -> None:
     old = encode(WeightsLoaded(1, b"root")).replace(b"\xaccache_tokens\x00", b"").replace(b"\xaabest_batch\x00", b"")
+    old = old.replace(b"\xa8verify_s\xcb" + bytes(8), b"")
     assert b"cache_tokens" not in old
-    patched = bytes([old[0] - 2]) + old[1:]  # a map of two entries less
+    assert b"verify_s" not in old
+    patched = bytes([old[0] - 3]) + old[1:]  # a map of three entries less
     assert decode_to_daemon(patched) == WeightsLoaded(1, b"root", cache_tokens=0, best_batch=0)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from scavenger.router import orders
+from scavenger.weights.directory import PEERS
 from scavenger.wire import Goodbye, PublishVersion, Serving, UseWeights, WeightsFailed, WeightsLoaded, WeightSource, Welcome
 from tests.router.harness import SOURCE, Bench, root, started
 from tests.router.moves import W1, W2, finish_all
@@ -89,6 +90,48 @@ def test_what_lies_on_a_disk_outlives_the_trainer() -> None:
     bench.submit(version=2, step=2)
     bench.hello(W1)
     assert [m.sources for m in asked(bench, W1)][-1] == (disk,)
+
+
+def test_holders_at_the_same_switch_come_first_once_the_topology_is_learnt() -> None:
+    bench = started(n=1)
+    for number in range(PEERS + 1):  # one more than a receiver is sent to, the nearest last
+        conn = 20 + number
+        bench.hello(conn, node=f"far{number}" if number < PEERS else "near")
+        bench.say(conn, WeightsLoaded(1, root(1)))
+        bench.say(conn, Serving(1, root(1), engine(number)))
+    bench.router.core.switches.update({"here": "s1", "near": "s1"})
+    bench.hello(W2, node="here")
+    assert engine(PEERS) in asked(bench, W2)[-1].sources
+    bench.restart()
+    assert bench.router.core.runs["r"].directory._switches is bench.router.core.switches
+
+
+def test_a_refused_source_is_told_once_with_its_reason() -> None:
+    bench = started(n=1)
+    bench.join(W1)
+    for _ in range(3):
+        bench.say(W1, Serving(1, root(1), WeightSource("file:///dev/zero/weights.bin", "", b"")))
+    told = [one for one in bench.ledger.events if one.kind == "serving_refused"]
+    assert [one.reason for one in told] == ["it names the file ///dev/zero/weights.bin: only a publisher's spool is read from disk"]
+    bench.hello(W2)
+    assert [m.sources for m in asked(bench, W2)] == [(SOURCE,)]
+
+
+def test_an_encrypted_run_says_so_to_engines_and_passes_on_no_source_in_the_clear() -> None:
+    bench = started(n=1)
+    bench.open(encrypt=True)
+    disk = WeightSource("file:///spool/version-2/weights.bin", "", b"")
+    bench.call(PublishVersion(2, 0, root(2), b"manifest", (SOURCE, disk)))
+    bench.open(encrypt=True)
+    bench.submit(version=2, step=2)
+    bench.hello(W1)
+    assert [(m.sources, m.encrypt) for m in asked(bench, W1)][-1] == ((disk,), True), "of the disk alone nobody could tell"
+    bench.say(W1, WeightsLoaded(2, root(2)))
+    bench.say(W1, Serving(2, root(2), engine(1)))
+    bench.hello(W2)
+    assert [m.sources for m in asked(bench, W2)][-1] == (disk,)
+    bench.restart()
+    assert bench.router.core.runs["r"].encrypt, "the ledger has the run's configuration"
 
 
 def test_the_last_holder_of_a_version_that_is_still_needed_keeps_it() -> None:

@@ -8,6 +8,7 @@ OUT/again.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import sys
@@ -21,13 +22,18 @@ from safetensors.torch import save_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from scavenger import keys
 from scavenger.config import AlgorithmSection, OptimizerSection
+from scavenger.weights.pull import pull
+from scavenger.weights.source import WeightSource
+from tests.trainer.published import Kept
 from tests.trainer.rows import make_group
 from trainer import checkpoint
 from trainer.algorithms.rows import resolve
 from trainer.batching import balanced, one_per_group, rounds
 from trainer.comm import Comm, connect, join, leave
 from trainer.model import Learner
+from trainer.publish import Publisher
 from trainer.ranks import Ranks, serve
 
 GROUPS, WIDTH = 6, 15
@@ -39,7 +45,7 @@ def train(ranks: Ranks, seed: int) -> dict[str, object]:
     random.Random(seed).shuffle(groups)
     stats = [one for micros in rounds(one_per_group(groups, width=WIDTH), ranks.size) for one in ranks.train(micros)]
     norm = ranks.update(float(len(stats)), 1e-3)
-    manifest, _ = ranks.build_version(1, "float64")
+    manifest = ranks.build_version(1, "float64")
     parts = [msgspec.to_builtins(one) for one in sorted(stats, key=lambda one: one.sample_id)]
     return {"norm": norm, "root": manifest.root.hex(), "stats": parts}
 
@@ -48,13 +54,18 @@ def packed_step(comm: Comm, mesh: DeviceMesh, model: str, out: Path) -> dict[str
     """One step as a run takes it: packed float32, fused AdamW, GSPO. Rank 0 returns its figures and leaves the weights."""
     recipe = resolve(AlgorithmSection(name="gspo"), 8)
     learner = Learner(Path(model), mesh, recipe=recipe, optimizer=PACKED_OPTIMIZER, temperature=1.0, deterministic=False)
-    if comm.rank:
-        serve(comm, learner)
+    with WeightSource() as source:
+        if comm.rank == 0:
+            return packed_lead(Ranks(comm, learner, Publisher(source)), out)
+        serve(comm, learner, Publisher(source))
         return {}
-    ranks = Ranks(comm, learner)
+
+
+def packed_lead(ranks: Ranks, out: Path) -> dict[str, object]:
     stats = [one for micros in balanced([make_group(n) for n in range(GROUPS)], budget=60, ranks=ranks.size) for one in ranks.train(micros)]
     norm = ranks.update(float(len(stats)), PACKED_OPTIMIZER.lr)
-    _, blob = ranks.build_version(1, "float32")
+    manifest = ranks.build_version(1, "float32")
+    blob = asyncio.run(pull(manifest, ranks.offer(manifest), keys.generate(), 20.0))
     (out / "packed.bin").write_bytes(blob.view)
     ranks.stop()
     return {"norm": norm, "loss": sum(one.loss for one in stats) / len(stats), "samples": len(stats)}
@@ -73,9 +84,9 @@ def save(ranks: Ranks, out: Path, root: object) -> dict[str, object]:
 def together(comm: Comm, learner: Learner, act: Callable[[Ranks], dict[str, object]]) -> dict[str, object]:
     """What rank 0 does with all ranks; the others get nothing to keep."""
     if comm.rank:
-        serve(comm, learner)
+        serve(comm, learner, Publisher(Kept()))
         return {}
-    ranks = Ranks(comm, learner)
+    ranks = Ranks(comm, learner, Publisher(Kept()))
     found = act(ranks)
     ranks.stop()
     return found
@@ -92,7 +103,7 @@ def again(model: str, out: Path) -> None:
     comm = connect(idle_poll_ms=5.0)
     learner = make_learner(model, join(comm))
     if comm.rank == 0:
-        ranks = Ranks(comm, learner)
+        ranks = Ranks(comm, learner, Publisher(Kept()))
         path = checkpoint.found(out)[0]
         state = checkpoint.read_state(path)
         ranks.load(path, state.updates_taken)
@@ -101,7 +112,7 @@ def again(model: str, out: Path) -> None:
         checkpoint.complete(out / "again", state)
         ranks.stop()
     else:
-        serve(comm, learner)
+        serve(comm, learner, Publisher(Kept()))
     leave()
 
 

@@ -13,9 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from scavenger.config import AlgorithmSection, LoraSection, OptimizerSection, RunConfig
 from scavenger.errors import ConfigError, WeightsError
+from tests.trainer import published
+from tests.trainer.published import whole
 from tests.trainer.rows import make_group
 from tests.trainer.test_local import ROOT, write_run
-from trainer import adapters, checkpoint, export, publish
+from trainer import checkpoint, export
 from trainer.algorithms.rows import resolve
 from trainer.batching import Micro
 from trainer.model import Learner, load_model
@@ -43,7 +45,7 @@ def trained(folder: Path, model: Path, mesh: DeviceMesh, lora: LoraSection = OFF
     )  # fmt: skip
     learner.train(Micro(tuple(row for number in range(3) for row in make_group(number)), 0))
     learner.update(12.0, lr=0.02)
-    root = "" if lora.rank else publish.build_version(3, learner, "bfloat16")[0].root.hex()
+    root = "" if lora.rank else published.build_version(3, learner, "bfloat16")[0].root.hex()
     state = checkpoint.State(1, 3, root, 3, 0, 1, "float32", 1, weights_dtype="bfloat16")
     saver = Saver()
     saver.begin(learner.state(), checkpoint.prepare(folder, 1, 1))
@@ -57,7 +59,7 @@ def test_an_export_is_the_published_version(model_folder: Path, mesh: DeviceMesh
     told = export.export(config_of(tmp_path, model_folder), tmp_path / "out", "auto", "")
     assert told.endswith(f"root {state.root}, as published")
     model = load_model(tmp_path / "out", torch.bfloat16)
-    for name, value in learner.full_parameters():
+    for name, value in whole(learner).items():
         assert torch.equal(model.get_parameter(name), value.bfloat16())
     assert (tmp_path / "out" / "tokenizer.json").is_file()
 
@@ -67,7 +69,7 @@ def test_masters_can_be_exported_in_their_own_type(model_folder: Path, mesh: Dev
     told = export.export(config_of(tmp_path, model_folder), tmp_path / "out", "auto", "float32")
     assert "not compared with what was published: its version was published in another type" in told
     model = load_model(tmp_path / "out", torch.float32)
-    assert all(torch.equal(model.get_parameter(name), value) for name, value in learner.full_parameters())
+    assert all(torch.equal(model.get_parameter(name), value) for name, value in whole(learner).items())
 
 
 def test_adapters_are_merged(model_folder: Path, mesh: DeviceMesh, tmp_path: Path) -> None:
@@ -75,7 +77,7 @@ def test_adapters_are_merged(model_folder: Path, mesh: DeviceMesh, tmp_path: Pat
     config = config_of(tmp_path, model_folder, lora={"rank": 2, "alpha": 4.0})
     export.export(config, tmp_path / "out", "auto", "float32")
     model, base = load_model(tmp_path / "out", torch.float32), load_model(model_folder, torch.float32)
-    assert all(torch.equal(model.get_parameter(name), value) for name, value in adapters.merged(learner.model))
+    assert all(torch.equal(model.get_parameter(name), value) for name, value in whole(learner).items())
     assert any(not torch.equal(base.get_parameter(name), value) for name, value in model.named_parameters())
     with pytest.raises(ConfigError, match=r"does not hold the parameters(.|\n)*\[lora\]"):
         export.export(config_of(tmp_path, model_folder), tmp_path / "other", "auto", "")

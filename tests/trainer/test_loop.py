@@ -44,8 +44,11 @@ class Script:
             raise Killed
         self.acts.append((name, step))
 
-    def build_version(self, version: int, dtype: str) -> tuple[Any, bytearray]:
-        return SimpleNamespace(version=version, root=b"\x01"), bytearray()
+    def build_version(self, version: int, dtype: str) -> Any:
+        return SimpleNamespace(version=version, root=b"\x01")
+
+    def offer(self, manifest: Any) -> tuple[wire.WeightSource, ...]:
+        return ()
 
     def publish(self, *args: Any) -> None:
         self.next_version += 1
@@ -119,8 +122,7 @@ def attempt(out_dir: Path, script: Script, monkeypatch: pytest.MonkeyPatch, keep
     start = loop.Start(checkpoint.read_state(path).step, "01", path, checkpoint.read_state(path).cursor) if path else loop.Start()
     parts: Any = script
     monitor: Any = SimpleNamespace(step=lambda *args: None, evaluation=lambda *args: None)
-    source: Any = SimpleNamespace(publish=lambda *args: None)
-    loop.Loop(config, parts, parts, source, parts, parts, wire.Sampling(8, 1.0, 1.0, 0, ()), monitor, start).run()
+    loop.Loop(config, parts, parts, parts, parts, wire.Sampling(8, 1.0, 1.0, 0, ()), monitor, start).run()
 
 
 @pytest.mark.parametrize("killed_at", [("eval", 4), ("checkpoint", 4)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,9 +60,21 @@ def test_a_run_s_toml_chooses_a_verifier_with_its_options(model_folder: Path, tm
         program.make_learner(config, program.Solo())
 
 
+def test_a_rank_on_another_host_serves_under_its_own_name_and_not_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    there: Any = SimpleNamespace(share=lambda frame: b"node1")
+    monkeypatch.setattr(socket, "gethostname", lambda: "node2")
+    with pytest.raises(ConfigError, match=r'reached from node2 alone, and rank 0 is on node1(.|\n)*"0.0.0.0"'):
+        program.weights_source(config(listen="127.0.0.1"), there)
+    with program.weights_source(config(listen="0.0.0.0", advertise="front.node1"), there) as source:
+        assert source.endpoint.startswith("tcp://node2:")
+    here: Any = SimpleNamespace(share=lambda frame: frame)
+    with program.weights_source(config(listen="0.0.0.0", advertise="front.node2"), here) as source:
+        assert source.endpoint.startswith("tcp://front.node2:")
+
+
 def test_other_ranks_outlive_sigterm_until_rank_0_is_gone(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    monkeypatch.setattr(program, "connect", lambda poll_ms: SimpleNamespace(rank=1, size=2))
+    monkeypatch.setattr(program, "connect", lambda poll_ms: SimpleNamespace(rank=1, size=2, share=lambda frame: frame))
     monkeypatch.setattr(program, "make_learner", lambda *args: None)
     monkeypatch.setattr(program, "watched", lambda *args: None)
     monkeypatch.setattr(program, "serve", lambda *args: seen.extend(signal.getsignal(number) for number in SIGNALS))

@@ -12,8 +12,9 @@ from rollout.engines.norms import wide_norms
 from scavenger.config import AlgorithmSection, OptimizerSection
 from scavenger.errors import ConfigError
 from scavenger.weights import manifest as manifests
+from tests.trainer import published
 from tests.trainer.rows import make_group
-from trainer import checkpoint, publish
+from trainer import checkpoint
 from trainer.algorithms.rows import resolve
 from trainer.batching import Micro, filler, one_per_group, pack
 from trainer.model import Learner, learning_rate, load_model
@@ -131,14 +132,14 @@ def test_a_reference_model_of_the_same_weights_has_no_kl(model_folder: Path, mes
 
 def test_published_weights_are_the_model_s_and_tied_ones_come_once(model_folder: Path, mesh: DeviceMesh) -> None:
     learner = make_learner(model_folder, mesh)
-    manifest, blob = publish.build_version(3, learner, "float64")
+    manifest, blob = published.build_version(3, learner, "float64")
     views = {view.name: view for view in manifests.views(manifest, blob.view)}
     plain = dict(load_model(model_folder, F64).named_parameters())
     assert set(views) == set(plain)
     assert "lm_head.weight" not in views
     for name, parameter in plain.items():
         assert torch.equal(torch.frombuffer(bytearray(views[name].data), dtype=F64).view(parameter.shape), parameter.detach())
-    cast, _ = publish.build_version(4, learner, "bfloat16")
+    cast, _ = published.build_version(4, learner, "bfloat16")
     assert cast.total_nbytes * 4 == manifest.total_nbytes
 
 

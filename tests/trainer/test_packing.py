@@ -17,8 +17,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import trainer.model
 from scavenger.config import AlgorithmSection, OptimizerSection, TrainerSection
 from scavenger.errors import ConfigError
+from tests.trainer.published import whole
 from tests.trainer.rows import make_group
-from trainer import attention, publish
+from trainer import attention
 from trainer.algorithms.loss import token_logprobs
 from trainer.algorithms.rows import resolve
 from trainer.batching import Micro, Row, filler
@@ -180,7 +181,7 @@ def test_logprobs_by_pieces_are_the_whole_s_with_their_gradients(piece: int, mon
 
 
 def masters(learner: Learner) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in learner.full_parameters()}
+    return {name: value.clone() for name, value in whole(learner).items()}
 
 
 def test_at_a_learning_rate_of_1e_6_masters_move_and_published_casts_change(folder_of: Maker, mesh: DeviceMesh) -> None:
@@ -200,7 +201,7 @@ def test_at_a_learning_rate_of_1e_6_masters_move_and_published_casts_change(fold
         learner.update(100.0, lr=1e-6)
         now = masters(learner)
         stored = {name: value + (now[name] - last[name]).to(torch.bfloat16) for name, value in stored.items()}
-    published = dict(publish.gather(learner, "bfloat16"))
+    published = {name: value.to(torch.bfloat16) for name, value in whole(learner).items()}
 
     def share(changed: Callable[[str], Tensor]) -> float:
         return sum(int((changed(name) & reached[name]).sum()) for name in before) / sum(int(one.sum()) for one in reached.values())

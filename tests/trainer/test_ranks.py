@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,12 +18,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from scavenger.config import AlgorithmSection, OptimizerSection
 from scavenger.errors import ConfigError
+from scavenger.weights import manifest as manifests
+from tests.trainer import published
+from tests.trainer.published import Kept
 from tests.trainer.rank_program import GROUPS, PACKED_OPTIMIZER, train
 from tests.trainer.rows import make_group
-from trainer import adapters, checkpoint, comm, publish
+from trainer import adapters, checkpoint, comm
 from trainer.algorithms.rows import resolve
 from trainer.launch import environment
 from trainer.model import Learner, load_model
+from trainer.publish import Publisher
 from trainer.ranks import Ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -57,7 +60,7 @@ def make_learner(folder: Path, mesh: DeviceMesh) -> Learner:
 
 @pytest.mark.mpi
 def test_one_and_two_ranks_take_the_same_step_in_any_order_of_arrival(together: Path, model_folder: Path, mesh: DeviceMesh) -> None:
-    alone = json.loads(json.dumps(train(Ranks(comm.Solo(), make_learner(model_folder, mesh)), 0)))
+    alone = json.loads(json.dumps(train(Ranks(comm.Solo(), make_learner(model_folder, mesh), Publisher(Kept())), 0)))
     both, again = found(together)["steps"]
     assert found(together)["ranks"] == 2
     assert both["root"] == again["root"], "bit by bit"
@@ -87,7 +90,7 @@ def test_a_checkpoint_of_two_ranks_resumes_on_one_bit_by_bit(together: Path, mod
     shards = [load_file(together / f"rank-{rank}.safetensors") for rank in range(2)]
     assert same_state(learner.state(), {name: torch.cat([one[name] for one in shards]) for name in shards[0]})
     assert learner.updates_taken == 1
-    manifest, _ = publish.build_version(1, learner, "float64")
+    manifest, _ = published.build_version(1, learner, "float64")
     assert manifest.root.hex() == found(together)["steps"][1]["root"] != found(together)["later"]
 
 
@@ -124,11 +127,11 @@ def test_two_ranks_take_the_packed_step_of_one_plain_process(together: Path, mod
     assert packed["samples"] == len(rows)
     assert packed["loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert packed["norm"] == pytest.approx(norm.item(), rel=1e-5)
-    tensors = ((name, parameter.detach()) for name, parameter in model.named_parameters())
-    plain: Any = SimpleNamespace(model=model, full_parameters=lambda: tensors)  # a learner's two members that publishing asks for
-    _, blob = publish.build_version(1, plain, "float32")
+    plain = {name: value.detach().contiguous().view(-1).view(torch.uint8).numpy() for name, value in model.named_parameters()}
+    shapes = {name: tuple(value.shape) for name, value in model.named_parameters()}
+    _, blob = manifests.build(1, {name: ("float32", shapes[name], memoryview(raw)) for name, raw in plain.items()})
     theirs = torch.frombuffer(bytearray((together / "packed.bin").read_bytes()), dtype=torch.float32)
-    ours = torch.frombuffer(bytearray(blob.view), dtype=torch.float32)
+    ours = torch.frombuffer(bytearray(blob), dtype=torch.float32)
     # Adam's first step is lr * sign(gradient): where a gradient is rounding, so is its sign.
     assert ((ours - theirs).abs() < 1e-6).double().mean() > 0.999
 

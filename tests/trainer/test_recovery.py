@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, cast
@@ -91,15 +90,14 @@ def begin(folder: Path, monkeypatch: pytest.MonkeyPatch, ledger_ends_at: int, re
     """The step that the run is opened from, and what was loaded on the way."""
     shards = Shards()
 
-    def open_run(config: RunConfig, spec: object, start: program.Start, stack: ExitStack, *, local: bool) -> tuple[str, str]:
+    def open_run(config: RunConfig, spec: object, start: program.Start, source: object, stack: ExitStack) -> str:
         if start.step > ledger_ends_at:
             raise CheckpointAhead(f"the ledger ends at {ledger_ends_at}", "", ledger_ends_at)
-        return "run", "source"
+        return "run"
 
     monkeypatch.setattr(program, "open_run", open_run)
     with ExitStack() as stack:
-        options = argparse.Namespace(resume=resume, local=False)
-        start, *_ = program.begin(config_of(folder), cast(Any, None), cast(Any, shards), stack, options)
+        start, _ = program.begin(config_of(folder), cast(Any, None), cast(Any, shards), cast(Any, None), stack, resume)
     return start.step, shards.loaded
 
 

@@ -14,11 +14,13 @@ from scavenger import wire
 from scavenger.config import RunConfig
 from scavenger.errors import LateAnswer, RewardError
 from scavenger.weights.manifest import Manifest
-from trainer import publish
+from tests.trainer import published
+from tests.trainer.published import Kept
 from trainer.algorithms.rows import resolve
 from trainer.comm import Solo
 from trainer.data import Problems, open_tokenizer
 from trainer.model import Learner
+from trainer.publish import Publisher
 from trainer.ranks import Ranks
 from trainer.scoring import Scoring
 from trainer.step import Stepper, StepResult
@@ -122,10 +124,10 @@ def play(config: RunConfig, mesh: DeviceMesh, run: RecordedRun, scorer: Any = No
         config.model.path, mesh, recipe=resolve(config.algorithm, 8), optimizer=config.optimizer, temperature=1.0,
         deterministic=config.run.deterministic,
     )  # fmt: skip
-    ranks = Ranks(Solo(), learner)
+    ranks = Ranks(Solo(), learner, Publisher(Kept()))
     scoring = Scoring(scorer or LengthReward(), tokenizer, config.reward, config.algorithm, lambda line: None, 8)
     result = Stepper(config, run, ranks, scoring, SAMPLING).step(1, 1, problems)
-    manifest, _ = publish.build_version(1, learner, "float64")
+    manifest, _ = published.build_version(1, learner, "float64")
     return result, manifest.root.hex()
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from scavenger.weights.directory import PEERS, Directory
+from scavenger.weights.directory import PEERS, Directory, refused
 from scavenger.wire import WeightSource
 
 PUBLISHER = (WeightSource("tcp://trainer:1", "", b"t"),)
@@ -91,10 +91,20 @@ def test_receivers_spread_over_holders_whatever_comes_and_goes(seed: int) -> Non
         assert max(loads[to] for to in sent[receiver]) <= sorted(before)[PEERS - 1]  # the six least loaded
 
 
-def test_an_engine_that_names_a_file_is_nobodys_source() -> None:
+def test_a_file_is_refused_and_so_is_the_clear_where_weights_are_encrypted() -> None:
+    disk = WeightSource("file:///home/other/version-1/weights.bin", "", b"")
+    for encrypt in (False, True):
+        assert "file ///home/other" in refused(disk, encrypt)
+        assert not refused(WeightSource("tcp://engine1:1", "key", b"t"), encrypt)
+    assert not refused(engine(1), encrypt=False)
+    assert "in the clear" in refused(engine(1), encrypt=True)
+
+
+def test_who_serves_in_the_clear_is_no_holder_once_the_run_encrypts() -> None:
     directory = Directory()
     directory.hold(1, 1, "a", engine(1))
-    directory.hold(1, 1, "a", WeightSource("file:///home/other/version-1/weights.bin", "", b""))
-    directory.hold(1, 2, "a", WeightSource("file:///dev/zero", "", b""))
-    assert endpoints(directory, 9, "a") == ["tcp://trainer:1"]
-    assert not directory.available(1)
+    directory.hold(1, 2, "a", WeightSource("tcp://engine2:1", "key", b"t"))
+    before = directory.revision(1)
+    directory.refuse_clear()
+    assert endpoints(directory, 9, "a") == ["tcp://trainer:1", "tcp://engine2:1"]
+    assert directory.revision(1) > before

@@ -118,7 +118,7 @@ def test_a_spooled_version_outlives_its_process_and_the_command_exports_it(tmp_p
     shelf = spool.Spool(tmp_path / "spool", keep=2)
     for number in (1, 2, 3):
         manifest, blob = version(number, chunk_nbytes=0)
-        address = shelf.put(manifest, filled(blob))
+        address = shelf.put(manifest, filled(blob), spool.alone(manifest))
         shelf.wait()
     assert shelf.versions() == [2, 3]
     assert asyncio.run(pull(manifest, [address], generate(), 5.0)).view == blob
@@ -126,6 +126,50 @@ def test_a_spooled_version_outlives_its_process_and_the_command_exports_it(tmp_p
     assert result.exit_code == 0, result.output
     assert manifest.root.hex() in result.output.replace("\n", "")
     assert (tmp_path / "out/model.safetensors").is_file()
+
+
+def shares(manifest: Manifest, mark: str) -> list[spool.Share]:
+    """Three ranks'; the version is 58 bytes long."""
+    return [spool.Share(mark, rank, 3, cut) for rank, cut in enumerate(([(0, 10), (40, 58)], [(10, 30)], [(30, 40)]))]
+
+
+def test_a_version_that_three_ranks_write_is_there_when_all_have_written(tmp_path: Path) -> None:
+    manifest, blob = version()
+    one, *others = shares(manifest, "m")
+    (tmp_path / ".part-1-killed").mkdir()
+    ranks = [spool.Spool(tmp_path) for _ in range(3)]
+    address = ranks[0].put(manifest, filled(blob), one)
+    ranks[1].put(manifest, filled(blob), others[0])
+    ranks[1].wait()
+    assert ranks[0].versions() == []
+    assert not ranks[0].ready()
+    ranks[2].put(manifest, filled(blob), others[1])
+    for rank in ranks:
+        rank.wait()
+    assert ranks[0].ready()
+    assert [path.name for path in tmp_path.iterdir()] == ["version-1"], "and nothing is left of a trainer that was killed"
+    assert sorted(path.name for path in (tmp_path / "version-1").iterdir()) == ["manifest.msgpack", "weights.bin"]
+    assert asyncio.run(pull(manifest, [address], generate(), 5.0)).view == blob
+
+
+@pytest.mark.parametrize("how", ["silent", "failed"])
+def test_a_version_that_one_rank_did_not_write_is_left_out_with_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    manifest, blob = version()
+    one, two, _ = shares(manifest, "m")
+    monkeypatch.setattr(spool, "OTHERS_S", 0.3 if how == "silent" else 20.0)
+    shelf = spool.Spool(tmp_path)
+    shelf.write(manifest, blob, two)
+    if how == "failed":
+        full = spool.Share("m", 2, 3, [(-1, 1)])  # as a full disk does, a write is refused
+        with pytest.raises(WeightsError, match="Invalid argument"):
+            shelf.write(manifest, blob, full)
+    with pytest.raises(WeightsError, match="no share of rank-2 within" if how == "silent" else "rank 2: .*Invalid argument"):
+        shelf.write(manifest, blob, one)
+    assert list(tmp_path.iterdir()) == []
+    for rank, share in enumerate(shares(manifest, "again")[::-1]):
+        assert shelf.versions() == [], rank
+        shelf.write(manifest, blob, share)
+    assert shelf.versions() == [1]
 
 
 def test_a_spooled_file_with_a_flipped_byte_is_never_used(tmp_path: Path) -> None:

@@ -387,6 +387,34 @@ def test_a_read_that_never_ends_holds_up_neither_the_loop_nor_the_pull(
     assert work.buffer.view == blob
 
 
+def test_a_pull_that_leaves_a_stuck_read_behind_leaves_no_context_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest, blob = version(1)
+    disk = Spool(tmp_path).write(manifest, blob)
+    stuck, made = Stuck(monkeypatch), list[zmq.Context[zmq.Socket[bytes]]]()
+    real = zmq.Context
+
+    def context() -> zmq.Context[zmq.Socket[bytes]]:
+        made.append(real())
+        return made[-1]
+
+    async def main(address: wire.WeightSource) -> None:
+        work = Pull(manifest, ME, limits=QUICK)
+        work.offer([disk])
+        assert await asyncio.to_thread(stuck.reading.wait, 5.0)
+        work.offer([address])
+        await work.finish(20.0)
+
+    try:
+        with WeightSource(encrypt=True, local=False) as source:
+            monkeypatch.setattr(zmq, "Context", context)
+            asyncio.run(main(source.publish(manifest, blob)))
+            assert made
+            assert all(one.closed for one in made), "a collector would have to end it"
+            assert stuck.threads[0].is_alive()
+    finally:
+        stuck.end()
+
+
 def test_what_a_stuck_read_brings_later_does_not_count_in_the_next_try(
     tcp: WeightSource, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

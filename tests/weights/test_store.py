@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,7 @@ from scavenger.weights import manifest as manifests
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
 from scavenger.weights.source import WeightSource
+from scavenger.weights.spool import Spool
 from scavenger.weights.store import Store
 from scavenger.weights.transfer import Limits
 
@@ -36,9 +38,14 @@ class Engine:
         self.store = Store(keys.generate(), self.said.append, lambda: "127.0.0.1", limits=LIMITS, announce_s=announce_s)
 
     async def get(
-        self, manifest: Manifest, *sources: wire.WeightSource, keep: tuple[int, ...] = (), deadline_s: float = 10.0
+        self,
+        manifest: Manifest,
+        *sources: wire.WeightSource,
+        keep: tuple[int, ...] = (),
+        deadline_s: float = 10.0,
+        encrypt: bool = False,
     ) -> memoryview:
-        weights = wire.UseWeights(manifest.version, b"m", sources, keep)
+        weights = wire.UseWeights(manifest.version, b"m", sources, keep, encrypt=encrypt)
         return (await self.store.get(manifest, weights, deadline_s)).view
 
     def address(self) -> wire.WeightSource:
@@ -66,6 +73,36 @@ def test_an_engine_serves_on_what_it_verified_when_the_publisher_is_gone(encrypt
                 assert await first.get(manifest, published) == blob
             assert bool(first.address().server_key) == encrypt
             assert await second.get(manifest, published, first.address()) == blob  # a joiner while the publisher is dead
+
+    asyncio.run(main())
+
+
+def test_what_comes_from_a_disk_alone_is_served_on_encrypted_where_the_run_is(tmp_path: Path) -> None:
+    async def main() -> None:
+        manifest, blob = version(1)
+        disk = Spool(tmp_path).write(manifest, blob)
+        async with engines(2) as (first, second):
+            await first.get(manifest, disk)
+            assert not first.address().server_key
+            await first.get(manifest, disk, encrypt=True)  # published again by a trainer that encrypts from now on
+            assert [said.source is None for said in first.said] == [False, True, False, False]
+            assert first.address().server_key
+            await second.get(manifest, disk, encrypt=True)
+            assert second.address().server_key
+
+    asyncio.run(main())
+
+
+def test_an_encrypted_run_s_weights_are_not_asked_for_in_the_clear() -> None:
+    async def main() -> None:
+        manifest, blob = version(1)
+        async with engines(1) as (engine,):
+            with WeightSource(local=False) as clear, WeightSource(encrypt=True, local=False) as trainer:
+                wrong = clear.publish(manifest, blob)
+                with pytest.raises(WeightsError, match="no source"):
+                    await engine.get(manifest, wrong, encrypt=True)
+                assert await engine.get(manifest, wrong, trainer.publish(manifest, blob), encrypt=True) == blob
+                assert clear.stats.parts == 0
 
     asyncio.run(main())
 

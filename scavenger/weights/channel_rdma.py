@@ -1,0 +1,88 @@
+"""A receiver's channel that reads chunks by NIXL, and asks what there is on the holder's ordinary connection.
+
+Owns one registered piece of this process's memory. The holder's processor takes no part in a read, so the reader renews its lease by asking
+what is there; a read of memory that is written again meanwhile has a wrong hash.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any
+
+from scavenger import wire
+from scavenger.errors import WireError
+from scavenger.weights import rdma
+from scavenger.weights.channel import Heard, TcpChannel
+from scavenger.weights.manifest import Manifest
+from scavenger.weights.protocol import Answer, Part, Reached
+
+RENEW_S = 2.0
+
+
+class RdmaChannel:
+    """Like every `Channel`: one thread's, but for `close`."""
+
+    def __init__(self, asking: TcpChannel, reached: Reached, manifest: Manifest, patience_s: float) -> None:
+        self._asking, self._manifest, self._patience_s = asking, manifest, patience_s
+        self._agent = rdma.shared("read")
+        self._peer, self._base = self._agent.meet(reached.metadata), reached.address
+        self._asked: deque[int] = deque()
+        self._due = 0  # answers that the holder owes
+        self._renewed_at = time.monotonic()
+        self._own: Any = None
+        self._closing = False
+
+    @classmethod
+    def connect(cls, source: wire.WeightSource, manifest: Manifest, patience_s: float) -> RdmaChannel:
+        """Raises `OSError`, `WireError` or `WeightsError` where the holder cannot be read so."""
+        rdma.shared("read")
+        asking = TcpChannel.connect(source, manifest.version, patience_s)
+        try:
+            asking.ask_reach()
+            until = time.monotonic() + patience_s
+            while (answer := asking.answer(memoryview(b""), lambda: None)) is None:
+                if time.monotonic() >= until:
+                    raise TimeoutError(f"no answer for {patience_s:g} s")
+            if not isinstance(answer, Reached):
+                raise WireError(f"the holder is not read by NIXL: {getattr(answer, 'reason', answer)}")
+            return cls(asking, answer, manifest, patience_s)
+        except BaseException:
+            asking.close()
+            raise
+
+    def ask(self, chunk: int, parent: bytes = b"") -> None:
+        self._asked.append(chunk)
+
+    def ask_have(self) -> None:
+        self._asking.ask_have()
+        self._due += 1
+        self._renewed_at = time.monotonic()
+
+    def answer(self, into: memoryview, heard: Heard) -> Answer | None:
+        """As any channel's; one that only renewed the lease is passed on too, which does no harm."""
+        if time.monotonic() - self._renewed_at >= RENEW_S:
+            self.ask_have()
+        if self._due:
+            found = self._asking.answer(into, heard)
+            self._due -= found is not None
+            return found
+        if not self._asked:
+            return None
+        if self._own is None:
+            self._own = self._agent.own(into)
+        chunk = self._asked.popleft()
+        start, stop = self._manifest.chunk_range(chunk)
+        self._agent.read(self._peer, self._base + start, into[: stop - start], self._patience_s, lambda: self._closing)
+        heard()
+        return Part(self._manifest.version, chunk, stop - start)
+
+    def close(self) -> None:
+        self._closing = True
+        self._asking.close()
+
+    def end(self) -> None:
+        """By the thread that read: its memory is NIXL's no longer."""
+        if self._own is not None:
+            self._agent.disown(self._own)
+            self._own = None

@@ -1,0 +1,115 @@
+"""Weights by NIXL: a receiver reads the holder's memory itself, by RDMA where the network has it, else by whatever UCX finds.
+
+Owns the process's NIXL agents and what of its memory others may read; the extra `nixl`. Knows no version. Whoever has an agent's metadata
+can read exactly what was exposed with it, so it is given to those alone who proved to know a version's token. Bytes go in the clear, and
+are checked like all others: a read that meets memory which is being written again has a wrong hash.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import secrets
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from scavenger.errors import WeightsError
+from scavenger.weights.memory import Buffer
+
+BACKEND = "UCX"
+_REMEDY = 'install it on both sides: pip install "scavenger[nixl]"'
+
+
+def installed() -> bool:
+    return importlib.util.find_spec("nixl") is not None
+
+
+def address_of(view: memoryview) -> int:
+    return int(np.frombuffer(view, dtype=np.uint8).ctypes.data)
+
+
+class Agent:
+    """Thread-safe. Raises `WeightsError` where NIXL is not installed or does not start."""
+
+    def __init__(self) -> None:
+        try:
+            from nixl._api import nixl_agent, nixl_agent_config
+        except ImportError as error:
+            raise WeightsError(f"NIXL cannot be imported: {error}", _REMEDY) from error
+        self._lock = threading.Lock()
+        try:
+            self._agent: Any = nixl_agent(f"scavenger-{secrets.token_hex(8)}", nixl_agent_config(backends=[BACKEND]))
+        except Exception as error:
+            raise WeightsError(f"NIXL does not start: {type(error).__name__}: {error}", _REMEDY) from error
+        self._exposed: weakref.WeakKeyDictionary[Buffer, Any] = weakref.WeakKeyDictionary()
+
+    def expose(self, buffer: Buffer, ranges: Iterable[tuple[int, int]]) -> tuple[bytes, int]:
+        """Let these bytes of a buffer be read from elsewhere, until it goes. Returns the metadata for a reader, and where byte 0 lies."""
+        with self._lock:
+            base = address_of(buffer.view)
+            known = self._exposed.get(buffer)
+            if known is None:
+                pieces = [(base + start, stop - start, 0, "") for start, stop in ranges]
+                known = self._exposed[buffer] = self._agent.register_memory(pieces, "DRAM")
+                weakref.finalize(buffer, self._forget, known)
+            return self._agent.get_partial_agent_metadata(known, True, [BACKEND]), base
+
+    def _forget(self, registered: Any) -> None:
+        with self._lock:
+            self._agent.deregister_memory(registered)
+
+    def meet(self, metadata: bytes) -> str:
+        """The name of the agent that a holder told of. Raises `OSError`."""
+        with self._lock:
+            try:
+                return str(self._agent.add_remote_agent(metadata).decode())
+            except Exception as error:
+                raise ConnectionError(f"NIXL cannot use the holder's metadata: {error}") from error
+
+    def own(self, view: memoryview) -> Any:
+        """Make memory of this process one that bytes are read into; to be given to `disown`."""
+        with self._lock:
+            return self._agent.register_memory([(address_of(view), len(view), 0, "")], "DRAM")
+
+    def disown(self, registered: Any) -> None:
+        self._forget(registered)
+
+    def read(self, peer: str, remote: int, into: memoryview, patience_s: float, ended: Callable[[], bool]) -> None:
+        """Fill `into` from the peer's memory at `remote`. Raises `OSError` when it fails, takes longer, or `ended` says so."""
+        handle, until, pause_s = None, time.monotonic() + patience_s, 1e-5
+        try:
+            with self._lock:
+                here = self._agent.get_xfer_descs([(address_of(into), len(into), 0)], "DRAM")
+                there = self._agent.get_xfer_descs([(remote, len(into), 0)], "DRAM")
+                handle = self._agent.initialize_xfer("READ", here, there, peer)
+                state = self._agent.transfer(handle)
+            while state == "PROC":
+                if ended():
+                    raise ConnectionResetError("closed")
+                if time.monotonic() >= until:
+                    raise TimeoutError(f"no chunk for {patience_s:g} s")
+                time.sleep(pause_s)  # between two looks: NIXL tells nobody that it is done
+                pause_s = min(pause_s * 2, 1e-3)
+                with self._lock:
+                    state = self._agent.check_xfer_state(handle)
+        except OSError:
+            raise
+        except Exception as error:
+            raise ConnectionError(f"NIXL: {type(error).__name__}: {error}") from error
+        finally:
+            if handle is not None:
+                with self._lock:
+                    self._agent.release_xfer_handle(handle)
+        if state != "DONE":
+            raise ConnectionError(f"NIXL: the transfer ended as {state}")
+
+
+@functools.cache
+def shared(role: str) -> Agent:
+    """This process's agent for "serve" or "read", made when it is first wanted: one cannot read from itself. Raises as `Agent` does."""
+    return Agent()

@@ -1,0 +1,164 @@
+"""One MPI rank of a test: `mpirun -n N python publish_program.py MODEL OUT` publishes a few versions from sharded sources and pulls them.
+
+With all weights trained and with adapters. Each version is compared with what a gather of everything gives; then the last rank stops
+serving. Chunks are of one page, so that they lie across the ranks' shards as those of a large model do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from scavenger import keys, wire
+from scavenger.config import AlgorithmSection, LoraSection, OptimizerSection
+from scavenger.errors import WeightsError
+from scavenger.weights import manifest as manifests
+from scavenger.weights import spool
+from scavenger.weights.manifest import Manifest
+from scavenger.weights.memory import Buffer
+from scavenger.weights.pull import Pull
+from scavenger.weights.source import WeightSource
+from scavenger.weights.spool import Spool
+from scavenger.weights.transfer import Limits
+from tests.trainer.published import gathered
+from tests.trainer.rows import make_group
+from trainer.algorithms.rows import resolve
+from trainer.batching import balanced
+from trainer.comm import Comm, connect, join, leave
+from trainer.model import Learner
+from trainer.publish import Publisher
+from trainer.ranks import Ranks, serve
+
+VERSIONS = 6
+DTYPE = "bfloat16"
+
+
+class Watched(WeightSource):
+    """A source that remembers what it was given."""
+
+    def __init__(self, *, local: bool) -> None:
+        super().__init__(deltas=4, local=local)
+        self.memory: list[int] = []
+
+    def publish(
+        self, manifest: Manifest, blob: bytes | bytearray | memoryview | Buffer, chunks: Sequence[int] | None = None
+    ) -> wire.WeightSource:
+        assert isinstance(blob, Buffer)
+        self.memory.append(os.fstat(blob.fd).st_ino)
+        self.nbytes = os.fstat(blob.fd).st_blocks * 512
+        return super().publish(manifest, blob, chunks)
+
+
+async def pulled(manifest: Manifest, sources: Sequence[wire.WeightSource], base: tuple[Manifest, Buffer] | None = None) -> Pull:
+    work = Pull(manifest, keys.generate(), base=base, limits=Limits(stall_s=2.0))
+    work.offer(sources)
+    await work.finish(20.0)
+    return work
+
+
+def train_and_publish(ranks: Ranks, version: int, seed: int) -> tuple[Manifest, tuple[wire.WeightSource, ...]]:
+    for micros in balanced([make_group(seed), make_group(seed + 1)], budget=60, ranks=ranks.size):
+        ranks.train(micros)
+    ranks.update(8.0, 1e-4)
+    manifest = ranks.build_version(version, DTYPE)
+    return manifest, ranks.offer(manifest)
+
+
+def dead(manifest: Manifest, sources: Sequence[wire.WeightSource], blob: Buffer) -> dict[str, object]:
+    """The last rank serves no longer: what a receiver says without it, and with another engine that has the version."""
+    said = ""
+    work = Pull(manifest, keys.generate(), limits=Limits(stall_s=0.5))
+    work.offer(sources)
+    try:
+        asyncio.run(work.finish(2.0))
+    except WeightsError as error:
+        said = str(error)
+    with WeightSource() as engine:
+        relayed = asyncio.run(pulled(manifest, [*sources, engine.publish(manifest, blob)]))
+    return {"dead": said, "relayed": relayed.buffer.view == blob.view}
+
+
+def together(comm: Comm) -> None:
+    """Nobody goes on before all are here."""
+    if comm.rank:
+        comm.reply(b"")
+        comm.receive()
+    else:
+        comm.replies()
+        comm.send([b""] * comm.size)
+
+
+def publish(comm: Comm, learner: Learner, folder: Path, *, local: bool) -> dict[str, object]:
+    """All ranks, together. Returns rank 0's findings."""
+    found: dict[str, object] = {}
+    equal, deltas = [], []
+    base: tuple[Manifest, Buffer] | None = None
+    with Watched(local=local) as source:
+        disk = Spool(folder)
+        publisher = Publisher(source, disk)
+        sources: Sequence[wire.WeightSource] = ()
+        for version in range(1, VERSIONS + 1):
+            if comm.rank:
+                serve(comm, learner, publisher)
+            else:
+                ranks = Ranks(comm, learner, publisher)
+                manifest, given = train_and_publish(ranks, version, version)
+                sources = [one for one in given if one.token]
+                ranks.stop()
+            theirs, blob = gathered(version, learner, DTYPE)
+            source.deltas.wait()
+            together(comm)
+            if comm.rank == 0:
+                work = asyncio.run(pulled(manifest, sources, base))
+                base = (manifest, work.buffer)
+                deltas.append(work.deltas)
+                equal.append(manifest.root == theirs.root and work.buffer.view == blob)
+            together(comm)
+        disk.wait()
+        told = [source.nbytes, len(set(source.memory))]
+        if comm.rank:
+            comm.reply(json.dumps(told).encode())
+            if comm.rank == comm.size - 1:
+                source.close()
+            comm.reply(b"")
+            comm.receive()
+        else:
+            all_told = [told, *(json.loads(frame) for frame in comm.replies())]
+            comm.replies()
+            assert base is not None
+            stored, on_disk = spool.read(folder / f"version-{disk.versions()[-1]}")
+            found = {
+                "equal": equal, "deltas": deltas, "sources": len(sources), "owners": sorted({one.owner for one in base[0].shards}),
+                "complete": [one.complete for one in sources], "total": base[0].total_nbytes,
+                "nbytes": [one for one, _ in all_told], "buffers": [count for _, count in all_told],
+                "spooled": stored.chunk_hashes == manifests.hashes_of(on_disk, stored.chunk_nbytes),
+                "left": [path.name for path in folder.glob(".part-*")],
+            }  # fmt: skip
+            if comm.size > 1:
+                found |= dead(base[0], sources, base[1])
+            comm.send([b""] * comm.size)
+    return found
+
+
+def main(model: str, out: str) -> None:
+    manifests.CHUNK_NBYTES = 4096
+    comm = connect(idle_poll_ms=5.0)
+    mesh = join(comm)
+    found = {}
+    for name, lora in (("all", LoraSection()), ("lora", LoraSection(rank=2, alpha=4.0))):
+        learner = Learner(
+            Path(model), mesh, recipe=resolve(AlgorithmSection(), 8), optimizer=OptimizerSection(lr=1e-4), temperature=1.0,
+            deterministic=False, lora=lora,
+        )  # fmt: skip
+        found[name] = publish(comm, learner, Path(out) / f"spool-{comm.size}" / name, local=name == "lora")
+    leave()
+    if comm.rank == 0:
+        (Path(out) / f"found-{comm.size}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

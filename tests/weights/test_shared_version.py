@@ -1,0 +1,145 @@
+"""A version that several training ranks serve together: each has some of its chunks, and nobody all."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from scavenger import keys, wire
+from scavenger.weights import manifest as manifests
+from scavenger.weights import pull as pulls
+from scavenger.weights.manifest import Manifest, Shard
+from scavenger.weights.memory import Buffer, Pool
+from scavenger.weights.protocol import Get
+from scavenger.weights.pull import Pull
+from scavenger.weights.source import WeightSource
+from scavenger.weights.transfer import Limits
+
+QUICK = Limits(window=4, stall_s=0.3, backoff_s=0.01, backoff_max_s=0.05)
+CHUNK = 4096
+
+
+def shared(number: int, ranks: int, chunks: int = 120) -> tuple[Manifest, memoryview]:
+    """A version whose chunks the ranks have in equal runs."""
+    blob = memoryview(os.urandom(chunks * CHUNK))
+    table = manifests.layout({"w": ("bfloat16", (len(blob) // 2,))})
+    each = chunks // ranks * CHUNK
+    cuts = [rank * each for rank in range(ranks)] + [len(blob)]
+    shards = tuple(Shard(rank, cuts[rank], cuts[rank + 1]) for rank in range(ranks))
+    return manifests.seal(number, table, manifests.hashes_of(blob, CHUNK), chunk_nbytes=CHUNK, shards=shards), blob
+
+
+def of_rank(manifest: Manifest, blob: memoryview, rank: int) -> tuple[Buffer, list[int]]:
+    """What a rank has: the other bytes are holes."""
+    shard, buffer = manifest.shards[rank], Buffer(manifest.total_nbytes)
+    buffer.view[shard.start : shard.stop] = blob[shard.start : shard.stop]
+    return buffer, list(range(shard.start // CHUNK, shard.stop // CHUNK))
+
+
+@contextlib.contextmanager
+def sources(manifest: Manifest, blob: memoryview, *, encrypt: bool = False, local: bool = False) -> Iterator[list[WeightSource]]:
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(WeightSource(encrypt=encrypt, local=local)) for _ in manifest.shards]
+
+
+def published(manifest: Manifest, blob: memoryview, ranks: Sequence[WeightSource]) -> list[wire.WeightSource]:
+    return [source.publish(manifest, *of_rank(manifest, blob, rank)) for rank, source in enumerate(ranks)]
+
+
+def pulled(manifest: Manifest, given: Sequence[wire.WeightSource], deadline_s: float = 20.0) -> memoryview:
+    work = Pull(manifest, keys.generate(), limits=QUICK)
+    work.offer(given)
+    return asyncio.run(work.finish(deadline_s)).view
+
+
+def lacking(work: Pull, arrived: int) -> str:
+    """What a pull says once so many chunks are here and no more come."""
+
+    async def main() -> str:
+        going = asyncio.create_task(work.finish(60.0))
+        async with asyncio.timeout(60.0):
+            while len(work.here()) < arrived:
+                await asyncio.sleep(0.01)  # polls a condition
+        going.cancel()
+        await asyncio.gather(going, return_exceptions=True)
+        assert len(work.here()) == arrived
+        return work._summary()
+
+    return asyncio.run(main())
+
+
+@pytest.mark.parametrize(("encrypt", "local"), [(False, False), (True, False), (False, True)])
+def test_each_chunk_comes_from_the_rank_that_has_it(encrypt: bool, local: bool) -> None:
+    manifest, blob = shared(1, ranks=3)
+    with sources(manifest, blob, encrypt=encrypt, local=local) as ranks:
+        given = published(manifest, blob, ranks)
+        assert not any(one.complete for one in given)
+        assert pulled(manifest, given) == blob
+        assert [rank.stats.refused for rank in ranks] == [0, 0, 0]
+        if not local:
+            assert [rank.stats.parts for rank in ranks] == [40, 40, 40], "nothing is sent twice, and no hole"
+
+
+def test_more_ranks_than_connections_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulls, "MAX_SOURCES", 3)
+    manifest, blob = shared(1, ranks=20)
+    with sources(manifest, blob) as ranks:
+        given = published(manifest, blob, ranks)
+        assert pulled(manifest, given) == blob
+        for gone in (4, 5, 6, 7):  # as many as there are places, and more
+            ranks[gone].close()
+        work = Pull(manifest, keys.generate(), limits=QUICK)
+        work.offer(given)
+        assert "6 of rank 4 missing, 6 of rank 5 missing, 6 of rank 6 missing, 6 of rank 7 missing" in lacking(work, 96)
+        with WeightSource(local=False) as engine:
+            relay = engine.publish(manifest, blob)
+            assert pulled(manifest, [*given, relay]) == blob
+            assert engine.stats.parts >= 24
+
+
+def test_a_dead_rank_s_chunks_come_from_an_engine_that_has_some_of_them_and_its_successor_has_the_rest() -> None:
+    manifest, blob = shared(1, ranks=2)
+    with sources(manifest, blob) as ranks, WeightSource(local=False) as engine, WeightSource(local=False) as successor:
+        given = published(manifest, blob, ranks)
+        buffer, _ = of_rank(manifest, blob, 1)
+        relay = engine.publish_empty(manifest, buffer)
+        for chunk in range(60, 90):
+            engine.arrived(1, chunk)
+        ranks[1].close()
+        work = Pull(manifest, keys.generate(), limits=QUICK)
+        work.offer([*given, relay])
+        assert "90 of 120 chunks arrived, 30 of rank 1 missing" in lacking(work, 90)
+        work.again()
+        work.offer([successor.publish(manifest, *of_rank(manifest, blob, 1))])
+        assert asyncio.run(work.finish(10.0)).view == blob
+        assert successor.stats.parts == 30, "what had come stayed"
+
+
+def test_memory_is_written_again_only_when_its_readers_lease_has_run_out() -> None:
+    now = 0.0
+    manifest, blob = shared(1, ranks=2)
+    pool = Pool()
+    with WeightSource(local=False, keep=1, lease_s=15.0) as source:
+        shelf = source._shelf
+        shelf._clock = lambda: now
+        buffer, chunks = of_rank(manifest, blob, 0)
+        token = source.publish(manifest, buffer, chunks).token
+        pool.give(buffer)
+        ask = pulls.channels.protocol.decode_request(pulls.channels.protocol.get(token, 1, 0))
+        assert isinstance(ask, Get)
+        assert shelf.answer(ask, "reader")[1] is not None
+        second, more = shared(2, ranks=2)
+        source.publish(second, *of_rank(second, more, 0))  # the first one leaves the shelf, and its reader reads on
+        now = 10.0
+        assert pool.take(manifest.total_nbytes) is not buffer
+        assert shelf.answer(ask, "reader")[1] == blob[:CHUNK]
+        now = 24.0
+        assert pool.take(manifest.total_nbytes) is not buffer, "it asked again, so its lease is longer"
+        now = 25.1
+        assert source.versions() == [2]
+        assert source.free(1, 0.0)
+        assert pool.take(manifest.total_nbytes) is buffer
