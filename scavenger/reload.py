@@ -13,6 +13,8 @@ from scavenger.config import DaemonConfig
 
 #: Read afresh each time they are used: `harvest.driver` asks its configuration at every cycle.
 LIVE = frozenset({
+    "cluster.max_rpc_per_min",
+    "cluster.observe_floor_s",
     "cluster.observe_s",
     "cluster.quick_s",
     "harvest.account",

@@ -136,7 +136,7 @@ class Harvester:
         template = read_template(config.harvest.job_template)
         probe = Submit(0, "probe", config.harvest.partition, 1, "")
         job_spec(config, template, config.cluster.backend, self.uid, sights.intent_name("0" * 16), probe)
-        self.config, self._template = config, template
+        self.config, self._template, self._pace.rules = config, template, pace_of(config)
         self.poke()
 
     def poke(self) -> None:
