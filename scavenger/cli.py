@@ -15,7 +15,19 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from scavenger import __version__, cli_checkpoint, cli_doctor, cli_init, cli_keys, cli_ledger, cli_simulate, cli_weights, config, keys
+from scavenger import (
+    __version__,
+    cli_checkpoint,
+    cli_doctor,
+    cli_drain,
+    cli_init,
+    cli_keys,
+    cli_ledger,
+    cli_simulate,
+    cli_weights,
+    config,
+    keys,
+)
 from scavenger.cli_options import DEFAULT_CONFIG, ConfigOption
 from scavenger.errors import ConfigError, ScavengerError
 
@@ -29,6 +41,7 @@ app.add_typer(cli_weights.app, name="weights")
 app.command()(cli_doctor.doctor)
 app.add_typer(cli_checkpoint.app, name="checkpoint")
 app.command()(cli_init.init)
+app.command()(cli_drain.drain)
 
 err = Console(stderr=True, soft_wrap=True, highlight=False)
 

@@ -167,7 +167,7 @@ def _look(config_path: Path, partition: str, gpus: int, engines: int | None, sch
     from scavenger import cli_tables
     from scavenger.cluster import choose
     from scavenger.harvest.health import Health
-    from scavenger.harvest.limits import limits_of, rules_of
+    from scavenger.harvest.limits import hidden_jobs, limits_of, rules_of
     from scavenger.simulate import live, live_text
 
     _log_warnings_only()
@@ -179,7 +179,9 @@ def _look(config_path: Path, partition: str, gpus: int, engines: int | None, sch
     finally:
         cluster.close()
     now = time.time()
-    limits = limits_of(settings, Health(rules_of(settings, "", info.user).health), 0.0, now)
+    health, hidden = Health(rules_of(settings, "", info.user).health), hidden_jobs(info, view, settings.harvest.sees_all_jobs, now)
+    part = view.partition(settings.harvest.partition)
+    limits = limits_of(settings, health, 0.0, now, user=info.user, hidden=hidden, restricted=part is not None and part.restricted)
     wish = live.Wish(gpus, engines, sched_interval_s)
     found = live.look(view, info, wish, limits, now, settings.harvest.qos)
     console = cli_tables.console()

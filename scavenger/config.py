@@ -7,10 +7,11 @@ value is refused with the file, the key and what is allowed.
 from __future__ import annotations
 
 import tomllib
+import zoneinfo
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from scavenger.errors import ConfigError
 from scavenger.wire.common import MAX_GROUP_SAMPLES
@@ -25,6 +26,9 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, str_strip_whitespace=True)
+
+
+_DAY = "Mon|Tue|Wed|Thu|Fri|Sat|Sun"
 
 
 # ---------------------------------------------------------------- scavenger.toml
@@ -70,25 +74,71 @@ class ClusterSection(Section):
     command_output: Literal["fields", "json"] = "fields"  # what Slurm's commands are asked to print
 
 
+class Hours(Section):
+    """Limits for some hours of the week, in `harvest.timezone`; those that are not named stay as they are."""
+
+    days: Annotated[str, Field(pattern=rf"^({_DAY})(-({_DAY}))?$")] = "Mon-Sun"
+    hours: Annotated[str, Field(pattern=r"^([01]?\d|2[0-3])-([01]?\d|2[0-4])$")] = "0-24"  # 20-6 goes on into the next morning
+    max_engines: NonNegative | None = None
+    max_gpus: NonNegative | None = None
+
+
 class HarvestSection(Section):
     enabled: bool = True
     partition: str = "scavenge"
+    # what may be used
     max_engines: NonNegative = 4
+    max_gpus: NonNegative | None = None
     max_pending: Positive = 2
+    max_gpus_per_node: NonNegative | None = None
+    max_gpus_per_user: NonNegative | None = None  # in the partition, with other daemons of the same user
+    schedule: tuple[Hours, ...] = ()  # the first that holds now
+    timezone: str = "UTC"
+    stop_file: Path | None = None  # while it is there nothing is harvested
+    max_preemptions_per_hour: NonNegative | None = None
     headroom_gpus: NonNegative = 0  # idle GPUs to leave alone
+    headroom_per_node: NonNegative = 0
+    headroom_by_type: dict[str, NonNegative] = {}
+    headroom_by_partition: dict[str, NonNegative] = {}
+    # others
+    courtesy_window_s: Annotated[float, Field(ge=0)] = 60.0
+    courtesy_after_s: Annotated[float, Field(ge=0)] = 10.0
+    peer_yield_s: Seconds = 30.0
+    sees_all_jobs: bool = False  # the daemon's user may see others' jobs though PrivateData hides them
+    sole_user: bool = False  # nobody else may use the partition
+    # the jobs
+    placement: Literal["node", "slurm"] = "node"
     cpus_per_engine: Positive = 1
     memory_mb_per_engine: NonNegative = 0
     gpu_type: str = ""
     time_limit_s: Seconds = 3600.0
+    time_min_s: Annotated[float, Field(ge=0)] = 0.0  # 0 = no --time-min
+    time_stagger: Fraction = 0.25  # a job's limit is up to this share shorter, so that not all end at once
+    drain_before_s: Annotated[float, Field(ge=0)] = 30.0  # leave so long before the time limit or a reservation
+    fresh_after_s: Seconds = 30.0
+    leave: Literal["requeue", "wait"] = "requeue"
+    nice: NonNegative = 10_000
     account: str = ""
     qos: str = ""
+    wckey: str = ""
     constraint: str = ""
+    container: str = ""
     quarantine_after: Positive = 3  # engine deaths on a node within quarantine_s
     quarantine_s: Seconds = 600.0
     backoff_s: Seconds = 5.0  # first wait after a job that died at once; doubles up to 10 min
     job_template: Path | None = None  # Jinja2; empty = the shipped scripts/rollout.sbatch.j2
     python: str = ""  # interpreter of the engines; empty = the daemon's
     logs_mb: Positive = 512  # what all engines' logs may take
+
+    @field_validator("timezone")
+    @classmethod
+    def _exists(cls, name: str) -> str:
+        try:
+            if name != "UTC":
+                zoneinfo.ZoneInfo(name)
+        except (ValueError, zoneinfo.ZoneInfoNotFoundError) as error:
+            raise ValueError(f"{name!r} is no time zone of this machine; write it as Europe/Berlin") from error
+        return name
 
 
 class RouterSection(Section):

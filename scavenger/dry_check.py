@@ -53,7 +53,8 @@ def explain(config: DaemonConfig, user: str, host: str) -> list[str]:
         said.append(f"metrics   for Prometheus at {config.prometheus.listen}; whoever reaches it may read it")
     if not h.enabled:
         return [*said, "harvest   disabled: no jobs are submitted"]
-    asks = [f"{h.cpus_per_engine} CPUs", f"{h.memory_mb_per_engine} MiB" if h.memory_mb_per_engine else "Slurm's default memory"]
+    memory = f"{h.memory_mb_per_engine} MiB" if h.memory_mb_per_engine else "its GPUs' share of a node's memory"
+    asks = [f"{h.cpus_per_engine} CPUs", memory]
     asks += [f"GPUs of type {h.gpu_type}"] if h.gpu_type else []
     asks += [f"{name} {value}" for name, value in (("account", h.account), ("QOS", h.qos), ("constraint", h.constraint)) if value]
     return [

@@ -21,7 +21,8 @@ TEMPLATE = "scripts/rollout.sbatch.j2"
 @dataclass(frozen=True, slots=True)
 class JobScript:
     """The template's variables. `key` and `state_dir` are paths on the cluster's shared file system; `local_dir` is the local
-    backend's directory (unused on Slurm). `engine` is imported while the daemon is asked, whose answer decides what is built."""
+    backend's directory (unused on Slurm). `engine` is imported while the daemon is asked, whose answer decides what is built.
+    `container`: what stands before the engine's command, or "". `leave`: what the job does on Slurm's notice."""
 
     backend: Literal["slurm", "local"]
     python: str
@@ -31,6 +32,8 @@ class JobScript:
     engine: str
     omp_threads: int = 1
     local_dir: str = ""
+    container: str = ""
+    leave: Literal["requeue", "wait"] = "requeue"
 
 
 def _quote(value: object) -> str:
@@ -38,6 +41,14 @@ def _quote(value: object) -> str:
     if "\0" in text or "\n" in text or "\r" in text:
         raise ConfigError(f"{text!r} cannot stand in a job script", "use a name or path on one line")
     return shlex.quote(text)
+
+
+def _words(value: object) -> str:
+    """A command line of the configuration as the shell's words, each quoted: nothing in it is run or expanded."""
+    try:
+        return " ".join(_quote(word) for word in shlex.split(str(value)))
+    except ValueError as error:
+        raise ConfigError(f"{value!r} cannot be split into words: {error}", "close its quotes") from error
 
 
 def render(template: str, job: JobScript) -> str:
@@ -51,6 +62,7 @@ def render(template: str, job: JobScript) -> str:
         comment_end_string="##}",
     )
     environment.filters["quote"] = _quote
+    environment.filters["words"] = _words
     try:
         script = environment.from_string(template).render(dataclasses.asdict(job))
     except jinja2.TemplateError as error:

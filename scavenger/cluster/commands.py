@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from scavenger.cluster.hostlist import expand
 from scavenger.cluster.model import ClusterInfo, Job, JobSpec, Node, Partition
@@ -206,7 +207,7 @@ def _node(line: str) -> Node:
 
 def parse_partitions(stdout: str) -> tuple[Partition, ...]:
     """Partitions from `partitions_argv`, sorted by name."""
-    parts = (_partition(line) for line in _lines("scontrol show partition", stdout))
+    parts = (replace(_partition(line), restricted=_restricted(line)) for line in _lines("scontrol show partition", stdout))
     return tuple(sorted(parts, key=lambda part: part.name))
 
 
@@ -220,13 +221,20 @@ def _partition(line: str) -> Partition:
         max_time_s=parse_duration(row["MaxTime"]), up=row["State"] == "UP")
 
 
+def _restricted(line: str) -> bool:
+    """Whether only named accounts, groups or QOS may use the partition."""
+    allowed = _pairs(line, (), ("AllowGroups", "AllowAccounts", "AllowQos"))
+    return any(value not in ("ALL", "") for value in allowed.values())
+
+
 def parse_info(stdout: str, *, user: str, backend: str = "slurm") -> ClusterInfo:
     """What `scontrol show config` says about versions and preemption."""
     row = dict(re.findall(r"^(\S+) *= (.*?) *$", stdout, re.M))
     try:
         return ClusterInfo(
             name=row["ClusterName"], backend=backend, version=row["SLURM_VERSION"], preempt_type=row["PreemptType"],
-            kill_wait_s=_seconds(row["KillWait"]), message_timeout_s=_seconds(row["MessageTimeout"]), user=user)
+            kill_wait_s=_seconds(row["KillWait"]), message_timeout_s=_seconds(row["MessageTimeout"]), user=user,
+            private=frozenset(row.get("PrivateData", "none").split(",")) - {"none"})
     except KeyError as error:
         raise ClusterUnavailable(f"scontrol show config has no {error}") from error
 

@@ -52,6 +52,13 @@ class PreemptMode(StrEnum):
     SUSPEND = "SUSPEND"
 
 
+_UNUSABLE = frozenset({
+    "down", "drain", "drained", "draining", "fail", "failing", "maint", "reserved", "not_responding", "unknown", "error", "power_down",
+    "powered_down", "powering_down", "powering_up", "reboot", "reboot_issued", "reboot_requested", "planned_down", "invalid_reg", "inval",
+    "future",
+})  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class Node:
     """One compute node. `states` holds Slurm's lower-case state words, flags included ('idle', 'drain', 'not_responding')."""
@@ -70,10 +77,7 @@ class Node:
     @property
     def usable(self) -> bool:
         """Whether new jobs may start here at all."""
-        bad = {"down", "drain", "drained", "draining", "fail", "failing", "maint", "reserved", "not_responding",
-               "unknown", "error", "power_down", "powered_down", "powering_down", "powering_up", "reboot", "reboot_issued",
-               "reboot_requested", "planned_down", "invalid_reg", "inval", "future"}
-        return not (self.states & bad)
+        return self.states.isdisjoint(_UNUSABLE)
 
     @property
     def idle_gpus(self) -> int:
@@ -125,6 +129,18 @@ class Partition:
     grace_s: float
     max_time_s: float
     up: bool = True
+    restricted: bool = False  # only named accounts, groups or QOS may use it
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Nodes set aside for somebody, for maintenance or a course, from `start` to `end` (Unix s)."""
+
+    name: str
+    nodes: frozenset[str]
+    start: float
+    end: float
+    maintenance: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +155,7 @@ class ClusterInfo:
     message_timeout_s: float
     user: str
     switches: tuple[tuple[str, str], ...] = ()  # (node, its switch or block); none where no topology is known
+    private: frozenset[str] = frozenset()  # PrivateData: what ordinary users may not see of others ("jobs", "nodes", ...)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +166,7 @@ class ClusterView:
     nodes: tuple[Node, ...]
     jobs: tuple[Job, ...]
     partitions: tuple[Partition, ...]
+    reservations: tuple[Reservation, ...] = ()
 
     def partition(self, name: str) -> Partition | None:
         return next((p for p in self.partitions if p.name == name), None)

@@ -14,6 +14,7 @@ NODES: Mapping[str, int] = {"node_info": 1, "partition_info": 1}
 PARTITIONS: Mapping[str, int] = {"partition_info": 1}
 JOBS: Mapping[str, int] = {"job_info": 1, "partition_info": 1}
 JOBS_JSON: Mapping[str, int] = {"job_info": 1}
+RESERVATIONS: Mapping[str, int] = {"reservation_info": 1}
 CONFIG: Mapping[str, int] = {"build_info": 1}
 TOPOLOGY: Mapping[str, int] = {"topo_info": 1}
 SUBMIT: Mapping[str, int] = {"submit": 1}
@@ -32,7 +33,7 @@ class RpcCounter:
             self._counts.update(cost)
 
     def counts(self) -> dict[str, int]:
-        """By request: 'job_info', 'node_info', 'partition_info', 'build_info', 'submit', 'kill', 'requeue'."""
+        """By request: 'job_info', 'node_info', 'partition_info', 'reservation_info', 'build_info', 'submit', 'kill', 'requeue'."""
         with self._lock:
             return dict(self._counts)
 

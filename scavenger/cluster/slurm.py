@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from scavenger.cluster import commands, rpc, slurm_json, topology
-from scavenger.cluster.model import ClusterInfo, ClusterView, Job, JobSpec, Node, Partition
+from scavenger.cluster import commands, reservations, rpc, slurm_json, topology
+from scavenger.cluster.model import ClusterInfo, ClusterView, Job, JobSpec, Node, Partition, Reservation
 from scavenger.cluster.rpc import RpcCounter
 from scavenger.cluster.trouble import Trouble, trouble_of
 from scavenger.errors import ClusterError, ClusterUnavailable, SubmitUnknown
@@ -32,6 +32,8 @@ _GONE = re.compile(r"Invalid job id|already complet(ed|ing)|Job/step already", r
 _STEERING = ("SLURM", "SBATCH", "SALLOC", "SQUEUE", "SINFO", "SCANCEL", "SCONTROL")
 _JOB_BASE = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "SLURM_CONF")
 _CANCEL_BATCH = 500
+#: Admins make reservations hours before; asking more often would only cost requests.
+RESERVATIONS_S = 300.0
 
 
 class SlurmCluster:
@@ -56,6 +58,8 @@ class SlurmCluster:
         self._timeout_s, self._output = timeout_s, output
         self._version = ""
         self._partitions = Remembered(partitions_s)
+        self._reservations: tuple[Reservation, ...] = ()
+        self._reservations_at = -math.inf
         self.rpc = RpcCounter()
 
     @property
@@ -90,9 +94,16 @@ class SlurmCluster:
         return slurm_json.parse_nodes(self._ask(slurm_json.nodes_argv(self._version), rpc.NODES))
 
     def view_of(self, nodes: tuple[Node, ...], jobs: tuple[Job, ...]) -> ClusterView:
-        """An observation of which nodes and jobs are known, with what changes seldom: partitions."""
+        """An observation of which nodes and jobs are known, with what changes seldom: partitions and reservations."""
         partitions = self._partitions.agreeing(nodes, self._ask_partitions)
-        return ClusterView(observed_at=time.time(), nodes=nodes, jobs=jobs, partitions=partitions)
+        return ClusterView(observed_at=time.time(), nodes=nodes, jobs=jobs, partitions=partitions, reservations=self._booked())
+
+    def _booked(self) -> tuple[Reservation, ...]:
+        """Reservations, at most `RESERVATIONS_S` old."""
+        if time.monotonic() - self._reservations_at >= RESERVATIONS_S:
+            self._reservations = reservations.parse(self._ask(reservations.argv(), rpc.RESERVATIONS))
+            self._reservations_at = time.monotonic()
+        return self._reservations
 
     def jobs(self) -> tuple[Job, ...]:
         if self._output == "json":

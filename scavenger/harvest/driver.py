@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import pwd
 import random
@@ -37,11 +38,13 @@ from scavenger.cluster.port import Cluster
 from scavenger.config import DaemonConfig
 from scavenger.errors import AuthError, ClusterError, ClusterUnavailable, ConfigError, SubmitUnknown
 from scavenger.harvest import policy, preflight, sights
-from scavenger.harvest.limits import limits_of, pace_of, rules_of
+from scavenger.harvest.leave import leave_by
+from scavenger.harvest.limits import pace_of, rules_of
 from scavenger.harvest.pace import Look, Pace
 from scavenger.harvest.policy import Cancel, CancelPending, Code, Decision, GiveBack, Leaving, Submit
 from scavenger.harvest.room import owners
 from scavenger.harvest.script import job_spec, log_path, read_template
+from scavenger.harvest.standing import Standing
 from scavenger.harvest.tracker import Output, Tracker
 from scavenger.harvest.waiting import first
 from scavenger.ledger import records as rec
@@ -98,10 +101,12 @@ class Harvester:
         job_spec(config, self._template, config.cluster.backend, uid, sights.intent_name("0" * 16), probe)  # a bad template shows now
         self._state_dir = config.daemon.state_dir
         self.tracker = Tracker(rules_of(config, uid, pwd.getpwuid(os.getuid()).pw_name))
+        self.standing = Standing(lambda: self.config)
         self.view: ClusterView | None = None  # the last complete observation, for the display
         self._info: ClusterInfo | None = None
         self._refused = ""  # why the partition may no longer be harvested
         self._pace, self._monotonic = Pace(pace_of(config), draw, monotonic()), monotonic
+        self._by = math.inf  # when somebody was promised GPUs (`monotonic`)
         self.troubles: Counter[str] = Counter()  # failed looks and commands by kind, for status and metrics
         self._last_reason = ""
         self._decided_on: tuple[tuple[int, int, int], ...] = ()
@@ -199,10 +204,15 @@ class Harvester:
         if look is Look.JOBS:
             return  # the nodes in this view are those of the last whole look: nothing is decided on them
         self._sample(view)
+        await self._call(self.standing.look)
         demand = self._wanted()
         now = self._clock()
-        limits = limits_of(self.config, self.tracker.health, self._leave_s, now)
+        assert self._info is not None  # by `_observe`
+        limits = self.standing.limits(view, self._info, self.tracker, self._leave_s, now)
+        self._write(self.standing.events)
+        self.standing.events.clear()
         decision = policy.decide(view, demand, self.tracker.jobs(self._leases()), limits, now)
+        self.standing.decided(decision, now)
         try:
             await self._cancel_strangers(output.strangers)
             await self._perform(decision, demand)
@@ -210,6 +220,8 @@ class Harvester:
             self._failed(error, seen)
             return
         self._pace.spent(self.cluster.rpc.total - seen, self._monotonic())
+        due = min((leave_by(job, limits) for job in self.tracker.jobs({}) if job.leaving is not Leaving.NO), default=math.inf)
+        self._by = self._monotonic() + max(0.0, due - self._clock())  # who was promised GPUs within a time gets them
 
     async def _observe(self, look: Look) -> tuple[ClusterView, Look]:
         """What was seen, and by which look: a look at the queue becomes a whole one where it says too little."""
@@ -328,7 +340,7 @@ class Harvester:
     def _give_back(self, action: GiveBack, inputs: str) -> None:
         now = self._clock()
         self._write([_decided(action, action.intent_id, inputs, now)])
-        self.tracker.revoke(action.intent_id, Leaving.GIVEN_BACK, action.reason, now)
+        self.tracker.revoke(action.intent_id, Leaving.GIVEN_BACK, action.reason, now, action.code)
         self._post(IntentRevoked(action.intent_id, action.reason))
 
     async def _submit(self, action: Submit, inputs: str) -> bool:
@@ -343,7 +355,7 @@ class Harvester:
         now = self._clock()
         intended = rec.JobIntended(intent_id, action.run_id, action.partition, action.gpus, pair.public, now)
         await self._commit([intended, _decided(action, intent_id, inputs, now)])
-        self.tracker.intend(intended, self._clock())
+        self.tracker.intend(intended, self._clock(), spec.nodelist[0] if spec.nodelist else "")
         try:
             await self._call(keys.write_keypair, keys.worker_key_path(self._state_dir, intent_id), pair)
         except OSError as error:
@@ -386,9 +398,9 @@ class Harvester:
         look = Look.FULL
         while not (stop.is_set() or self._stopping.is_set()):
             now = self._monotonic()
-            moved = self._poked.is_set() or _shape(self._demand()) != self._decided_on
+            moved = self._poked.is_set() or self.standing.changed or _shape(self._demand()) != self._decided_on
             rests = not self.tracker.intents and not any(d.engines for d in self._demand())
-            due_at, look = self._pace.next(now, expecting=self.tracker.expecting(self._clock()), moved=moved, rests=rests)
+            due_at, look = self._pace.next(now, expecting=self.tracker.expecting(self._clock()), moved=moved, rests=rests, by=self._by)
             if now >= due_at:
                 break
             await first(stop, self._stopping, *([] if moved else [self._poked]), timeout_s=min(DEMAND_TICK_S, due_at - now))

@@ -1,12 +1,36 @@
-"""How configuration becomes what tracker and policy may do. Pure."""
+"""How configuration becomes what tracker and policy may do. Pure.
+
+Owns the reading of the week's hours, and what it means that Slurm hides others' jobs (`PrivateData`).
+"""
 
 from __future__ import annotations
 
-from scavenger.config import DaemonConfig
+import datetime
+import zoneinfo
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scavenger.cluster.model import ClusterInfo, ClusterView
+from scavenger.config import DaemonConfig, Hours
 from scavenger.harvest.health import Health, HealthRules
+from scavenger.harvest.others import gpus_by_node
 from scavenger.harvest.pace import PaceRules
 from scavenger.harvest.policy import Limits
 from scavenger.harvest.tracker import Rules
+
+_DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
+#: An engine that a reservation would end sooner is not started.
+LEAST_LIFE_S = 600.0
+#: Jobs that ended so lately may still explain GPUs that the nodes showed as taken.
+_LATELY_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Why everything is to leave; `at_once`: without draining."""
+
+    reason: str
+    at_once: bool = False
 
 
 def rules_of(config: DaemonConfig, uid: str, user: str) -> Rules:
@@ -19,22 +43,96 @@ def pace_of(config: DaemonConfig) -> PaceRules:
     return PaceRules(section.observe_s, section.quick_s, section.observe_floor_s, section.max_rpc_per_min)
 
 
-def limits_of(config: DaemonConfig, health: Health, leave_s: float, now: float) -> Limits:
-    """What the configuration and the nodes' health allow now."""
+def limits_of(
+    config: DaemonConfig,
+    health: Health,
+    leave_s: float,
+    now: float,
+    *,
+    user: str = "",
+    stop: Stop | None = None,
+    hidden: str = "",
+    restricted: bool = False,
+    preempted_last_hour: int = 0,
+    could_start_since: tuple[tuple[int, float], ...] = (),
+) -> Limits:
+    """What the configuration and the nodes' health allow now. `restricted`: only named users may use the harvest partition."""
     harvest, cluster = config.harvest, config.cluster
     not_before, why = health.backoff()
+    hours = hours_now(harvest.schedule, harvest.timezone, now)
     return Limits(
         partition=harvest.partition,
-        max_engines=harvest.max_engines,
+        max_engines=harvest.max_engines if hours is None or hours.max_engines is None else hours.max_engines,
+        max_gpus=harvest.max_gpus if hours is None or hours.max_gpus is None else hours.max_gpus,
         max_pending=harvest.max_pending,
+        max_gpus_per_node=harvest.max_gpus_per_node,
+        max_gpus_per_user=harvest.max_gpus_per_user,
         headroom_gpus=harvest.headroom_gpus,
+        headroom_per_node=harvest.headroom_per_node,
+        headroom_by_type=tuple(sorted(harvest.headroom_by_type.items())),
+        headroom_by_partition=tuple(sorted(harvest.headroom_by_partition.items())),
         gpu_type=harvest.gpu_type,
         cpus_per_engine=harvest.cpus_per_engine,
         memory_mb_per_engine=harvest.memory_mb_per_engine,
         stale_s=max(2 * cluster.observe_s, cluster.command_timeout_s),
         horizon_s=cluster.observe_s,
         leave_s=leave_s,
+        courtesy_window_s=harvest.courtesy_window_s,
+        courtesy_after_s=harvest.courtesy_after_s,
+        could_start_since=could_start_since,
+        peer_yield_s=harvest.peer_yield_s,
+        drain_before_s=harvest.drain_before_s,
+        min_life_s=min(LEAST_LIFE_S, harvest.time_limit_s) + harvest.drain_before_s,
+        fresh_after_s=harvest.fresh_after_s,
+        pin=harvest.placement == "node",
+        user=user,
+        stop=stop.reason if stop is not None else "",
+        stop_now=stop is not None and stop.at_once,
+        hidden=hidden,
+        blind=bool(hidden) and not (restricted or harvest.sole_user),
+        preempted_last_hour=preempted_last_hour,
+        max_preemptions_per_hour=harvest.max_preemptions_per_hour,
         quarantined=health.quarantined(now),
         not_before=not_before,
         not_before_reason=why,
     )
+
+
+def hours_now(schedule: Sequence[Hours], timezone: str, now: float) -> Hours | None:
+    """The first entry that holds now. One over midnight belongs to the day on which it begins."""
+    zone = datetime.UTC if timezone == "UTC" else zoneinfo.ZoneInfo(timezone)  # UTC needs no database of zones
+    at = datetime.datetime.fromtimestamp(now, zone)
+    for entry in schedule:
+        start, end = (int(part) for part in entry.hours.split("-"))
+        if start < end:
+            if start <= at.hour < end and _on(entry.days, at.weekday()):
+                return entry
+        elif (at.hour >= start and _on(entry.days, at.weekday())) or (at.hour < end and _on(entry.days, (at.weekday() - 1) % 7)):
+            return entry
+    return None
+
+
+def _on(days: str, weekday: int) -> bool:
+    first, _, last = days.partition("-")
+    low, high = _DAYS.index(first), _DAYS.index(last or first)
+    return low <= weekday <= high if low <= high else weekday >= low or weekday <= high
+
+
+def hidden_jobs(info: ClusterInfo, view: ClusterView, sees_all: bool, now: float) -> str:
+    """Why we cannot know who waits, or "".
+
+    With PrivateData=jobs only an operator sees others' jobs. Seeing some, and none missing, proves it.
+    """
+    if "jobs" not in info.private or sees_all:
+        return ""
+    explained: dict[str, int] = {}
+    others = False
+    for job in view.jobs:
+        others = others or job.user != info.user
+        if job.holds_gpus or now - job.end_time < _LATELY_S:
+            for node, gpus in gpus_by_node(job):
+                explained[node] = explained.get(node, 0) + gpus
+    unexplained = sum(max(0, node.gpus_allocated - explained.get(node.name, 0)) for node in view.nodes)
+    if unexplained:
+        return f"PrivateData hides jobs: {unexplained} GPUs are taken by jobs that {info.user} may not see"
+    return "" if others else f"PrivateData hides jobs: {info.user} sees no job of anybody else"

@@ -1,34 +1,43 @@
-"""How many GPUs are idle, and idle for us. Pure.
+"""How many GPUs are idle, and idle for us, and where. Pure.
 
-A GPU that another user's pending job could take is not idle, though nobody holds it. *Could take*: the job would start if our engines were
-gone (where its partition may preempt ours), on nodes of its own partition. A job that waits for something else, a dependency, a hold,
-or more GPUs than could be free, leaves idle GPUs idle: we may use them until it can start, and it preempts us then.
+    usable nodes of the partition --others' claims--> --reservations, quarantine--> --our own pending jobs--> --headroom--> room
 
-Owns that rule and the GPUs by owner that the ledger records. Knows nothing of demand.
+What others could take is `others`'s. Owns the rest of the subtraction, the choice of a node (`Room.take`) and the GPUs by owner that the
+ledger records. Knows nothing of demand.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from scavenger.cluster.model import ClusterView, Job, Node, Partition
+from scavenger.harvest.actions import Limits, OurJob
+from scavenger.harvest.others import NOT_FOR_GPUS, Census, Ground, Space, census, claim, gpus_by_node, space_of
 
-#: Pending for a reason that more GPUs would not change (Slurm's own words, or how they begin).
-NOT_FOR_GPUS = (
-    "Dependency", "JobHeld", "JobArrayTaskLimit", "PartitionDown", "PartitionInactive", "PartitionNodeLimit", "PartitionTimeLimit",
-    "BadConstraints", "Licenses", "Assoc", "QOS", "MaxGRES", "MaxCpu", "MaxJobs", "MaxMem", "MaxNode", "MaxSubmit", "InvalidAccount",
-    "InvalidQOS", "AccountingPolicy", "FrontEndDown", "Reservation", "BurstBuffer", "DeadLine", "launch_failed", "launch failed",
-)  # fmt: skip
+#: Less memory than this for each GPU is no figure of a node: its RealMemory is not configured.
+_NO_MEMORY_MB = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One engine's share of a node. `until`: when a reservation begins there (Unix s); inf: none is known."""
+
+    node: str
+    cpus: int
+    memory_mb: int
+    until: float
 
 
 @dataclass(slots=True)
-class Space:
-    """What a node can still give."""
+class Quota:
+    """GPUs that may still be taken on a set of nodes; None: on all."""
 
-    gpus: int
-    cpus: int
-    memory_mb: int
+    nodes: frozenset[str] | None
+    left: int
+
+    def covers(self, node: str) -> bool:
+        return self.nodes is None or node in self.nodes
 
 
 @dataclass(slots=True)
@@ -36,30 +45,90 @@ class Room:
     """Idle GPUs by node, less what is spoken for. `take` uses them up."""
 
     spaces: dict[str, Space]
-    headroom_gpus: int
+    nodes: dict[str, Node]
+    until: dict[str, float]
+    quotas: list[Quota]
+    per_node: int | None
+    held: dict[str, int]  # GPUs of ours by node, to come ones included
+    groups: dict[frozenset[str], int]  # the same by the other partitions of their nodes: who shares them loses them together
     idle: int
     claimed: int
-    waiting: int
-    closed: tuple[str, ...]
-    refused: bool = field(default=False)
+    waiting: int = 0
+    headroom_gpus: int = 0
+    closed: tuple[str, ...] = ()
+    booked: tuple[str, ...] = ()
+    full: tuple[str, ...] = ()
+    refused: bool = False
+    too_large: bool = field(default=False)  # a configured memory that is more than an engine's share
 
     @property
     def free(self) -> int:
-        return max(0, sum(space.gpus for space in self.spaces.values()) - self.headroom_gpus)
+        return max(0, min((quota.left for quota in self.quotas), default=0))
 
-    def take(self, gpus: int, cpus: int, memory_mb: int) -> bool:
-        """Set one engine's share aside on the node with the smallest gap that fits. False, and `refused`, when there is none."""
-        fits = [
-            (space.gpus, name)
-            for name, space in self.spaces.items()
-            if space.gpus >= gpus and space.cpus >= cpus and space.memory_mb >= memory_mb
-        ]
-        if self.free < gpus or not fits:
+    def take(self, gpus: int, cpus: int, memory_mb: int) -> Place | None:
+        """Set one engine's share aside on the node with the smallest gap that fits, of equals where we have least. None, and `refused`,
+        when there is none."""
+        best: tuple[int, int, str] | None = None
+        share = (cpus, memory_mb)
+        for name, space in self.spaces.items():
+            if space.gpus < gpus or (best is not None and space.gpus > best[0]) or not self._allowed(name, gpus):
+                continue
+            asked = self._share(self.nodes[name], gpus, cpus, memory_mb)
+            if asked is None or space.cpus < asked[0] or space.memory_mb < asked[1]:
+                continue
+            key = (space.gpus, self.groups.get(self._group(name), 0), name)
+            if best is None or key < best:
+                best, share = key, asked
+        if best is None:
             self.refused = True
+            return None
+        name = best[2]
+        self._use(name, gpus, *share)
+        return Place(name, *share, self.until.get(name, float("inf")))
+
+    def fits(self, node: str, gpus: int) -> bool:
+        """Whether a job that waits for this very node can start there."""
+        space = self.spaces.get(node)
+        return space is not None and space.gpus >= gpus
+
+    def keep(self, node: str, gpus: int) -> int:
+        """Leave GPUs to a job of ours that waits; without a node the fullest gaps lose them. Returns how many."""
+        kept = 0
+        names = [node] if node else sorted(self.spaces, key=lambda name: (-self.spaces[name].gpus, name))
+        for name in names:
+            some = min(gpus - kept, self.spaces[name].gpus) if name in self.spaces else 0
+            if some > 0:
+                self._use(name, some, 0, 0)
+                kept += some
+        self.waiting += kept
+        return kept
+
+    def _allowed(self, name: str, gpus: int) -> bool:
+        if self.per_node is not None and self.held.get(name, 0) + gpus > self.per_node:
             return False
-        space = self.spaces[min(fits)[1]]
+        return all(quota.left >= gpus for quota in self.quotas if quota.covers(name))
+
+    def _share(self, node: Node, gpus: int, cpus: int, memory_mb: int) -> tuple[int, int] | None:
+        """CPUs and memory of an engine there: what is asked for, at most its GPUs' share of the node; None: it would not live on that."""
+        memory = node.memory_mb * gpus // max(1, node.gpus)
+        if memory < _NO_MEMORY_MB * gpus:
+            memory = 0
+        elif memory_mb > memory:
+            self.too_large = True
+            return None
+        return min(cpus, max(1, node.cpus * gpus // max(1, node.gpus))), min(memory, memory_mb or memory)
+
+    def _use(self, name: str, gpus: int, cpus: int, memory_mb: int) -> None:
+        space = self.spaces[name]
         space.gpus, space.cpus, space.memory_mb = space.gpus - gpus, space.cpus - cpus, space.memory_mb - memory_mb
-        return True
+        self.held[name] = self.held.get(name, 0) + gpus
+        self.groups[self._group(name)] = self.groups.get(self._group(name), 0) + gpus
+        for quota in self.quotas:
+            if quota.covers(name):
+                quota.left -= gpus
+
+    def _group(self, name: str) -> frozenset[str]:
+        return self.nodes[name].partitions
 
     def explain(self) -> str:
         words = [f"{self.idle} GPUs idle"]
@@ -69,45 +138,97 @@ class Room:
             words.append(f"{self.waiting} for our own")
         if self.headroom_gpus:
             words.append(f"headroom {self.headroom_gpus}")
-        if self.closed:
-            words.append(f"quarantined: {', '.join(self.closed)}")
+        named = (("quarantined", self.closed), ("reserved soon", self.booked), ("at max_gpus_per_node", self.full))
+        words += [f"{what}: {_few(names)}" for what, names in named if names]
+        if self.too_large:
+            words.append("memory_mb_per_engine is more than its GPUs' share of a node")
         return ", ".join(words)
 
 
-def find_room(
-    view: ClusterView,
-    *,
-    partition: str,
-    our_job_ids: frozenset[int],
-    our_waiting_gpus: Sequence[int],
-    closed: frozenset[str],
-    gpu_type: str,
-    headroom_gpus: int,
-    eligible_before: float,
-) -> Room:
-    """Idle GPUs of the harvest partition's nodes that nobody else could take now, less those that our own pending jobs will."""
-    part = view.partition(partition)
-    inside = part.nodes if part is not None else frozenset()
-    spaces = {
-        node.name: _space(node)
+def _few(names: Sequence[str], most: int = 4) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def find_room(view: ClusterView, limits: Limits, ours: Sequence[OurJob], now: float) -> Room:
+    """Idle GPUs of the harvest partition's nodes that nobody else could take, less those that our own pending jobs will."""
+    counted, ground = census(view, frozenset(job.job_id for job in ours if job.job_id), limits, now)
+    room = room_of(view, counted, ground, limits, now)
+    for job in ours:
+        if job.waits:
+            room.keep(job.pinned, job.gpus)
+    return room
+
+
+def room_of(view: ClusterView, counted: Census, ground: Ground, limits: Limits, now: float) -> Room:
+    """The same before our own pending jobs are thought of."""
+    part = view.partition(limits.partition)
+    inside = part.nodes if part is not None else frozenset[str]()
+    nodes = {
+        node.name: node
         for node in sorted(view.nodes, key=lambda node: node.name)
-        if node.name in inside and node.usable and (not gpu_type or node.gpu_type == gpu_type)
+        if node.name in inside and node.name in ground.free and (not limits.gpu_type or node.gpu_type == limits.gpu_type)
     }
+    spaces = {name: space_of(node) for name, node in nodes.items()}
     idle = sum(space.gpus for space in spaces.values())
-    claimed = 0
-    if part is not None:
-        held = _held_by_us(view, our_job_ids)
-        for job in waiting_jobs(view, our_job_ids, eligible_before):
-            claimed += _claim(view, job, part, spaces, held)
-    for name in closed & spaces.keys():
+    claimed = claim(counted.waits, ground, spaces) if part is not None else 0
+    until = begins(view, now)
+    quarantined = {name for name, _ in limits.quarantined} & inside
+    booked = {name for name, at in until.items() if name in inside and at < now + limits.min_life_s}
+    for name in (quarantined | booked) & spaces.keys():
         spaces[name].gpus = 0
-    waiting = sum(_remove(spaces, gpus, spaces) for gpus in our_waiting_gpus)
-    return Room(spaces, headroom_gpus, idle, claimed, waiting, tuple(sorted(closed & inside)))
+    kept = sum(min(space.gpus, limits.headroom_per_node) for space in spaces.values())
+    for space in spaces.values():
+        space.gpus = max(0, space.gpus - limits.headroom_per_node)
+    held = {name: space.gpus for name, space in counted.held.items()}
+    room = Room(
+        spaces, nodes, until, _quotas(view, nodes, spaces, limits), limits.max_gpus_per_node, held, {}, idle, claimed,
+        headroom_gpus=_headroom(limits, kept), closed=tuple(sorted(quarantined)), booked=tuple(sorted(booked)),
+        full=_full(held, nodes, limits),
+    )  # fmt: skip
+    for name, gpus in held.items():
+        if name in nodes:
+            room.groups[nodes[name].partitions] = room.groups.get(nodes[name].partitions, 0) + gpus
+    return room
+
+
+def begins(view: ClusterView, now: float) -> dict[str, float]:
+    """When the next reservation begins on each node that has one (Unix s); one that is on has begun."""
+    found: dict[str, float] = {}
+    for reservation in view.reservations:
+        if reservation.end > now:
+            for name in reservation.nodes:
+                found[name] = min(found.get(name, float("inf")), reservation.start)
+    return found
+
+
+def _headroom(limits: Limits, kept: int) -> int:
+    """GPUs that the site wants to stay idle; `kept`: of these, on nodes that each keep some."""
+    return max(limits.headroom_gpus, sum(gpus for _, gpus in (*limits.headroom_by_type, *limits.headroom_by_partition)), kept)
+
+
+def _quotas(view: ClusterView, nodes: dict[str, Node], spaces: dict[str, Space], limits: Limits) -> list[Quota]:
+    """What each headroom leaves of the GPUs that are idle for us."""
+    groups: list[tuple[frozenset[str] | None, int]] = [(None, limits.headroom_gpus)]
+    for kind, gpus in limits.headroom_by_type:
+        groups.append((frozenset(name for name, node in nodes.items() if node.gpu_type == kind), gpus))
+    for name, gpus in limits.headroom_by_partition:
+        part = view.partition(name)
+        groups.append((part.nodes if part is not None else frozenset(), gpus))
+    return [Quota(names, max(0, _sum(spaces, names) - gpus)) for names, gpus in groups]
+
+
+def _sum(spaces: dict[str, Space], names: frozenset[str] | None) -> int:
+    return sum(space.gpus for name, space in spaces.items() if names is None or name in names)
+
+
+def _full(held: dict[str, int], nodes: Iterable[str], limits: Limits) -> tuple[str, ...]:
+    most = limits.max_gpus_per_node
+    return () if most is None else tuple(sorted(name for name in nodes if held.get(name, 0) >= most))
 
 
 def waiting_jobs(view: ClusterView, our_job_ids: frozenset[int], eligible_before: float) -> list[Job]:
-    """Others' pending jobs that would take GPUs if they had them, in the order in which they would be considered."""
-    jobs = [
+    """Others' pending jobs that would take GPUs if they had them."""
+    return [
         job
         for job in view.jobs
         if job.waits
@@ -116,60 +237,6 @@ def waiting_jobs(view: ClusterView, our_job_ids: frozenset[int], eligible_before
         and not (job.reason.startswith("BeginTime") and job.eligible_time > eligible_before)
         and not job.reason.startswith(NOT_FOR_GPUS)
     ]
-    tiers = {part.name: part.priority_tier for part in view.partitions}
-    jobs.sort(key=lambda job: (-max((tiers.get(p, 0) for p in job.partition.split(",")), default=0), -job.priority, job.job_id))
-    return jobs
-
-
-def _space(node: Node) -> Space:
-    return Space(node.idle_gpus, max(0, node.cpus - node.cpus_allocated), max(0, node.memory_mb - node.memory_allocated_mb))
-
-
-def _held_by_us(view: ClusterView, our_job_ids: frozenset[int]) -> dict[str, int]:
-    held: dict[str, int] = {}
-    for job in view.jobs:
-        if job.job_id in our_job_ids and job.holds_gpus:
-            for node, gpus in _gpus_by_node(job):
-                held[node] = held.get(node, 0) + gpus
-    return held
-
-
-def _gpus_by_node(job: Job) -> Sequence[tuple[str, int]]:
-    if job.gpus_by_node or not job.nodes:
-        return job.gpus_by_node
-    return [(node, -(-job.gpus // len(job.nodes))) for node in job.nodes]
-
-
-def _claim(view: ClusterView, job: Job, harvest: Partition, spaces: dict[str, Space], held: Mapping[str, int]) -> int:
-    """Take out of `spaces` the idle GPUs that a pending job could start on; 0 when it could not start even without us."""
-    mine = [part for part in view.partitions if part.name in job.partition.split(",") and part.up]
-    nodes = frozenset[str]().union(*(part.nodes for part in mine))
-    shared = nodes & spaces.keys()
-    if not shared:
-        return 0
-    preempts = any(part.priority_tier > harvest.priority_tier for part in mine)
-    per_node = -(-job.gpus // max(1, job.n_nodes))
-    could = 0
-    for node in view.nodes:
-        if node.name in nodes and node.usable:
-            free = spaces[node.name].gpus if node.name in spaces else node.idle_gpus
-            could += free + (held.get(node.name, 0) if preempts else 0) >= per_node
-    if could < job.n_nodes:
-        return 0
-    return _remove(spaces, job.gpus, shared)
-
-
-def _remove(spaces: dict[str, Space], gpus: int, names: Collection[str]) -> int:
-    """Take up to `gpus` from `names`, the fullest gaps first: which node Slurm picks is unknown, and a whole gap is worth most to us."""
-    removed = 0
-    while removed < gpus:
-        name = max(sorted(names), key=lambda name: spaces[name].gpus, default="")
-        if not name or not spaces[name].gpus:
-            break
-        taken = min(gpus - removed, spaces[name].gpus)
-        spaces[name].gpus -= taken
-        removed += taken
-    return removed
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +255,11 @@ def owners(view: ClusterView, partition: str, our_job_ids: frozenset[int], now: 
     """Every GPU of the cluster, counted once."""
     part = view.partition(partition)
     inside = part.nodes if part is not None else frozenset()
-    held = _held_by_us(view, our_job_ids)
+    held: dict[str, int] = {}
+    for job in view.jobs:
+        if job.job_id in our_job_ids and job.holds_gpus:
+            for node_name, gpus in gpus_by_node(job):
+                held[node_name] = held.get(node_name, 0) + gpus
     idle = harvested = others = reserved = unusable = 0
     for node in view.nodes:
         if node.name not in inside:
@@ -200,9 +271,11 @@ def owners(view: ClusterView, partition: str, our_job_ids: frozenset[int], now: 
         harvested += ours
         others += theirs
         idle, unusable = (idle + rest, unusable) if node.usable else (idle, unusable + rest)
-    waiting = [job for job in waiting_jobs(view, our_job_ids, now) if _reaches(view, job, inside)]
-    return Owners(idle, harvested, others, reserved, unusable, len(waiting))
+    waiting = waiting_jobs(view, our_job_ids, now)
+    reached = {text: _reaches(view.partitions, text, inside) for text in {job.partition for job in waiting}}
+    return Owners(idle, harvested, others, reserved, unusable, sum(reached[job.partition] for job in waiting))
 
 
-def _reaches(view: ClusterView, job: Job, inside: frozenset[str]) -> bool:
-    return any(part.name in job.partition.split(",") and part.nodes & inside for part in view.partitions)
+def _reaches(partitions: Iterable[Partition], text: str, inside: frozenset[str]) -> bool:
+    names = text.split(",")
+    return any(part.name in names and part.nodes & inside for part in partitions)

@@ -5,6 +5,7 @@ Owns how configuration, intent and submission become a `JobSpec`. It holds no se
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from pathlib import Path
 from typing import Literal
@@ -32,11 +33,25 @@ def log_path(state_dir: Path, intent_id: str) -> Path:
     return state_dir.resolve() / "logs" / f"{intent_id}.log"
 
 
+def time_limit_s(config: DaemonConfig, intent_id: str) -> float:
+    """The job's time limit: the configured one less a part of `time_stagger` of it that its intent draws.
+
+    Engines that started together would end together, and a run would lose them all at once.
+    """
+    drawn = int.from_bytes(hashlib.sha256(intent_id.encode()).digest()[:4], "big") / 2**32
+    return config.harvest.time_limit_s * (1 - config.harvest.time_stagger * drawn)
+
+
 def job_spec(config: DaemonConfig, template: str, backend: str, uid: str, intent_id: str, submit: Submit) -> JobSpec:
     """The job for one engine. Raises `ConfigError` when the template cannot be rendered."""
     harvest, state_dir = config.harvest, config.daemon.state_dir.resolve()
     kind: Literal["slurm", "local"] = "local" if backend == "local" else "slurm"
     local_dir = config.cluster.local_dir
+    cpus = submit.cpus or harvest.cpus_per_engine
+    limit_s = time_limit_s(config, intent_id)
+    if submit.most_s > 0:
+        limit_s = min(limit_s, max(60.0, submit.most_s // 60 * 60))  # the command rounds up, and a reservation does not wait
+    time_min_s = harvest.time_min_s * limit_s / harvest.time_limit_s
     script = jobscript.JobScript(
         backend=kind,
         python=harvest.python or sys.executable,
@@ -44,8 +59,10 @@ def job_spec(config: DaemonConfig, template: str, backend: str, uid: str, intent
         key=str(keys.worker_key_path(state_dir, intent_id)),
         run=submit.run,
         engine=submit.engine,
-        omp_threads=harvest.cpus_per_engine,
+        omp_threads=cpus,
         local_dir=str(local_dir.resolve()) if local_dir is not None else "",
+        container=harvest.container,
+        leave=harvest.leave,
     )
     return JobSpec(
         name=intent_id,
@@ -53,16 +70,19 @@ def job_spec(config: DaemonConfig, template: str, backend: str, uid: str, intent
         partition=submit.partition,
         script=jobscript.render(template, script),
         gpus=submit.gpus,
-        cpus_per_task=harvest.cpus_per_engine,
-        memory_mb=harvest.memory_mb_per_engine,
+        cpus_per_task=cpus,
+        memory_mb=submit.memory_mb or harvest.memory_mb_per_engine,
         gpu_type=harvest.gpu_type,
-        time_s=harvest.time_limit_s,
+        time_s=limit_s,
+        time_min_s=time_min_s if time_min_s < limit_s else 0.0,
         requeue=True,
+        nice=harvest.nice,
         nodelist=submit.nodelist,
         exclude=submit.exclude,
         output=str(log_path(state_dir, intent_id)),
         workdir=str(state_dir),
         account=harvest.account,
         qos=harvest.qos,
+        wckey=harvest.wckey,
         constraint=harvest.constraint,
     )

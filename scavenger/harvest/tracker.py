@@ -13,13 +13,14 @@ Owns the intents and their holds. Knows nothing of commands, keys or demand; `no
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from scavenger.cluster.model import ClusterView, Job, JobState
 from scavenger.harvest import sights
+from scavenger.harvest.actions import Code, Leaving, OurJob
 from scavenger.harvest.health import Health, HealthRules
-from scavenger.harvest.policy import Leaving, OurJob
 from scavenger.harvest.sights import Sight, Stage
 from scavenger.ledger import records as rec
 from scavenger.router.events import JobGone
@@ -81,6 +82,8 @@ class Tracked:
     leaving: Leaving = Leaving.NO
     asked_at: float = 0.0
     why_leaving: str = ""
+    code_leaving: Code | None = None
+    pinned: str = ""  # the node that it was submitted for; unknown after a restart
     worked: bool = False  # its engine held leases
 
     @property
@@ -109,12 +112,13 @@ class Tracker:
         self.health = Health(rules.health)
         self.intents: dict[str, Tracked] = {}
         self._quarantined: dict[str, str] = {}
+        self._preempted: deque[float] = deque(maxlen=10_000)
 
     # ---------------------------------------------------------------- what we did
 
-    def intend(self, intended: rec.JobIntended, now: float) -> None:
-        """The intent is durable; its submission follows."""
-        self.intents[intended.intent_id] = Tracked(intended, known_at=now, since=now)
+    def intend(self, intended: rec.JobIntended, now: float, pinned: str = "") -> None:
+        """The intent is durable; its submission follows, for the node `pinned` if one was chosen."""
+        self.intents[intended.intent_id] = Tracked(intended, known_at=now, since=now, pinned=pinned)
 
     def submitted(self, intent_id: str, job_id: int, now: float) -> Output:
         """Slurm answered with an id. The job waits until a view says otherwise."""
@@ -137,10 +141,10 @@ class Tracker:
         )
         return Output(records, ended=(intent_id,))
 
-    def revoke(self, intent_id: str, how: Leaving, reason: str, now: float) -> None:
+    def revoke(self, intent_id: str, how: Leaving, reason: str, now: float, code: Code | None = None) -> None:
         """We asked the job to leave (again)."""
         one = self.intents[intent_id]
-        one.leaving, one.asked_at, one.why_leaving = how, now, reason
+        one.leaving, one.asked_at, one.why_leaving, one.code_leaving = how, now, reason, code
 
     def restore(self, states: Sequence[rec.JobState], now: float) -> None:
         """Take over what the ledger has. Nothing is concluded before the first view."""
@@ -273,6 +277,8 @@ class Tracker:
         ended = job.end_time if sights.sight_of(job) is Sight.FINISHED else job.submit_time
         ended_at = _within(ended, max(one.known_at, hold.started_at), draft.now)
         draft.records.append(rec.HoldEnded(one.intent_id, hold.restart_count, why, ended_at))
+        if why == "preempted":
+            self._preempted.append(ended_at)
         crashed = same and sights.crashed(job) and hold.node not in lost and one.leaving is Leaving.NO
         self._gone(draft, one, hold.restart_count, why, crashed)
         lived_s = ended_at - hold.started_at
@@ -360,13 +366,17 @@ class Tracker:
                 OurJob(
                     intent_id, one.intended.run_id, one.job_id, one.intended.gpus, one.hold is None,
                     one.hold.node if one.hold is not None else "", one.held if one.stage is Stage.WAITING else "",
-                    one.leaving, one.asked_at, intent_id in leases, n_leases, idle_since,
+                    one.leaving, one.asked_at, intent_id in leases, n_leases, idle_since, one.pinned, one.since, one.code_leaving,
                 )
             )  # fmt: skip
         return found
 
     def job_ids(self) -> frozenset[int]:
         return frozenset(one.job_id for one in self.intents.values() if one.job_id)
+
+    def preempted_since(self, at: float) -> int:
+        """Preemptions since then that this daemon has seen."""
+        return sum(seen >= at for seen in self._preempted)
 
     def expecting(self, now: float) -> bool:
         """Whether something is about to happen that is worth a quick look: just submitted, just preempted, asked to leave."""

@@ -66,16 +66,7 @@ def look(view: ClusterView, info: ClusterInfo, wish: Wish, limits: Limits, now: 
     assert part is not None  # it was there, or was put there
     ours = our_jobs(seen)
     ids = frozenset(job.job_id for job in ours)
-    room = find_room(
-        seen,
-        partition=limits.partition,
-        our_job_ids=ids,
-        our_waiting_gpus=sorted((job.gpus for job in ours if job.waits), reverse=True),
-        closed=frozenset(),
-        gpu_type=limits.gpu_type,
-        headroom_gpus=limits.headroom_gpus,
-        eligible_before=now + limits.horizon_s,
-    )
+    room = find_room(seen, limits, ours, now)
     explained, fit = room.explain(), 0
     while room.take(wish.gpus_per_engine, limits.cpus_per_engine, limits.memory_mb_per_engine):
         fit += 1

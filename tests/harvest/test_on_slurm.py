@@ -47,3 +47,24 @@ def test_a_preempted_job_comes_back_under_its_id_and_leaves_when_nobody_wants_it
     assert [end.reason for end in world.of(rec.HoldEnded)] == ["preempted", "cancelled"]
     assert [(gone.incarnation, gone.crashed) for gone in world.of(JobGone)] == [(0, False), (1, False)]
     assert len(world.of(rec.JobIntended)) == 1
+
+
+def test_a_peer_whom_slurm_would_let_wait_gets_a_node_within_his_time(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """And each engine is where the policy wanted it, on its GPUs' share of the node."""
+    world = World(cluster, tmp_path, tmp_path / "state")
+    theirs: list[int] = []
+
+    async def play() -> None:
+        world.want(4)
+        async with running(world.harvester(peer_yield_s=0.5, max_pending=4, cpus_per_engine=99), cancel=True):
+            await until("all GPUs are ours", lambda: len(world.of(rec.HoldStarted)) == 4, 30.0)
+            theirs.append(await asyncio.to_thread(cluster.submit, spec("scavenge", gpus=2, workdir="/tmp")))
+            await until("the peer runs", lambda: theirs[0] in {job.job_id for job in world.jobs(JobState.RUNNING)}, 30.0)
+            await asyncio.to_thread(cluster.cancel, tuple(theirs))
+
+    asyncio.run(play())
+    assert {decision.code for decision in world.acted("give_back")} == {"peer"}
+    assert len(world.acted("give_back")) == 2
+    assert [end.reason for end in world.of(rec.HoldEnded)][:2] == ["cancelled", "cancelled"]
+    pinned = {decision.subject: decision.reason for decision in world.acted("submit")}
+    assert all(f"{hold.node} has the smallest gap" in pinned[hold.intent_id] for hold in world.of(rec.HoldStarted))

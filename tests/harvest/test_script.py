@@ -41,7 +41,8 @@ def test_the_intent_is_in_name_and_comment_and_the_limits_are_the_configured_one
     spec = job_spec(config(tmp_path), read_template(None), "slurm", "feedbeef", INTENT, SUBMIT)
     assert (spec.name, spec.comment) == (INTENT, f"scavenger:feedbeef:{INTENT}")
     assert (spec.partition, spec.gpus, spec.cpus_per_task, spec.exclude) == ("scavenge", 2, 3, ("node3",))
-    assert (spec.requeue, spec.account, spec.qos, spec.time_s) == (True, "guests", "scavenger", 600)
+    assert (spec.requeue, spec.account, spec.qos) == (True, "guests", "scavenger")
+    assert 450 <= spec.time_s <= 600
 
 
 @pytest.mark.parametrize("backend", ["slurm", "local"])
@@ -55,3 +56,61 @@ def test_the_job_imports_the_run_s_engine(tmp_path: Path, backend: str, engine: 
 def test_a_template_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="job_template"):
         read_template(tmp_path / "nothing.j2")
+
+
+def with_harvest(state_dir: Path, **harvest: object) -> DaemonConfig:
+    return DaemonConfig(daemon=DaemonSection(state_dir=state_dir), harvest=HarvestSection(**harvest))  # type: ignore[arg-type]
+
+
+def test_limits_are_staggered_by_the_intent_alone_and_end_before_a_reservation(tmp_path: Path) -> None:
+    settings = with_harvest(tmp_path, time_limit_s=3600, time_min_s=900, time_stagger=0.5, wckey="rl", nice=7)
+    specs = [job_spec(settings, read_template(None), "slurm", "feedbeef", f"scv-{n:016x}", SUBMIT) for n in range(40)]
+    limits = [spec.time_s for spec in specs]
+    assert min(limits) < 2200
+    assert max(limits) > 3200
+    assert all(1800 <= limit <= 3600 for limit in limits)
+    assert limits == [job_spec(settings, read_template(None), "slurm", "feedbeef", f"scv-{n:016x}", SUBMIT).time_s for n in range(40)]
+    assert {(round(spec.time_min_s / spec.time_s, 6), spec.wckey, spec.nice) for spec in specs} == {(0.25, "rl", 7)}
+    booked = job_spec(settings, read_template(None), "slurm", "feedbeef", INTENT, replace(SUBMIT, most_s=1199.0, cpus=2, memory_mb=5))
+    assert (booked.time_s, booked.cpus_per_task, booked.memory_mb) == (1140.0, 2, 5)
+    no_less = with_harvest(tmp_path, time_limit_s=3600, time_min_s=3600)
+    assert job_spec(no_less, read_template(None), "slurm", "feedbeef", INTENT, SUBMIT).time_min_s == 0.0
+
+
+@pytest.mark.parametrize(
+    ("container", "words"),
+    [
+        ("--container-image='my image.sqsh' --container-mounts=/shared", ["--container-image=my image.sqsh", "--container-mounts=/shared"]),
+        ("apptainer exec --nv $HOME/x.sif", ["apptainer", "exec", "--nv", "$HOME/x.sif"]),
+        ("", []),
+    ],
+)
+def test_a_container_stands_before_the_engine_and_nothing_in_it_is_expanded(tmp_path: Path, container: str, words: list[str]) -> None:
+    script = job_spec(with_harvest(tmp_path, container=container), read_template(None), "slurm", "u", INTENT, SUBMIT).script
+    line = next(line for line in script.splitlines() if line.startswith("srun "))
+    show = f"set -f; worker=(W); printf '%s\\0' {line.removeprefix('srun ')}"
+    said = subprocess.run(["bash", "-c", show], capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
+    assert [word for word in said if word not in ("--ntasks=1", "--kill-on-bad-exit=1", "--mpi=none", "--input=none")] == [*words, "W"]
+
+
+def test_a_container_line_with_an_open_quote_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="words"):
+        job_spec(with_harvest(tmp_path, container="apptainer exec 'x"), read_template(None), "slurm", "u", INTENT, SUBMIT)
+
+
+@pytest.mark.parametrize(("leave", "requeues"), [("requeue", ["requeue"]), ("wait", [])])
+def test_on_notice_the_job_requeues_itself_or_waits_for_slurm_to_do_it(tmp_path: Path, leave: str, requeues: list[str]) -> None:
+    """The script with Slurm's commands played: the engine leaves on notice; the job runs for two more looks, then Slurm takes it."""
+    bin_dir = tmp_path / "bin"
+    bin_dir.mkdir()
+    said = tmp_path / "said"
+    looks = f'echo >> {tmp_path}/n; [ "$(wc -l < {tmp_path}/n)" -le 2 ] && echo RUNNING || echo PENDING'
+    plays = {"srun": "exit 75", "sleep": "exit 0", "scontrol": f'echo "$1" >> {said}', "squeue": looks}
+    for name, line in plays.items():
+        (bin_dir / name).write_text(f"#!/bin/bash\n{line}\n")
+        (bin_dir / name).chmod(0o755)
+    script = job_spec(with_harvest(tmp_path, leave=leave), read_template(None), "slurm", "u", INTENT, SUBMIT).script
+    env = {"PATH": f"{bin_dir}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash", "-s"], input=script, text=True, capture_output=True, env=env, timeout=20, check=False)
+    assert done.returncode == 75
+    assert (said.read_text().split() if said.exists() else []) == requeues

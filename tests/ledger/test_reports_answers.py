@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
+from scavenger.cluster.model import JobState, Reservation
 from scavenger.harvest.policy import Code, Decision, Limits, OurJob, decide
 from scavenger.ledger import records as r
 from scavenger.ledger.store import open_engine
 from scavenger.router.machine import Demand
-from tests.harvest.views import job, node, view
+from tests.harvest.views import job, node, ours, view
 from tests.ledger.examples import CONFIG, T0, chunk, group, moved_group, prologue, written
 from tests.ledger.test_reports import answers
 
@@ -206,11 +207,14 @@ def mine(waits: bool) -> OurJob:
 
 def why_none(demand: Sequence[Demand], jobs: Sequence[OurJob] = (), limits: Limits = LIMITS, **cluster: Any) -> Decision:
     """What the policy says where it does nothing."""
-    found = decide(view(T0, cluster.get("others", ()), cluster.get("nodes", NODES)), demand, jobs, limits, cluster.get("now", T0))
+    seen = view(T0, cluster.get("others", ()), cluster.get("nodes", NODES))
+    found = decide(replace(seen, reservations=cluster.get("reservations", ())), demand, jobs, limits, cluster.get("now", T0))
     assert found.actions == ()
     return found
 
 
+OURS = ours("scv-1", 101, JobState.RUNNING)
+BOOKED = Reservation("course", frozenset({"node1"}), T0 + 50, T0 + 900)
 FULL = (node("node0"), *(node(f"node{n}", 4) for n in (1, 2, 3)))
 REASONS = [
     (why_none([]), "no run is open"),
@@ -227,12 +231,22 @@ REASONS = [
     (why_none([SIX], others=[job(1), job(2)]), "others' pending jobs may take them"),
     (why_none([replace(SIX, gpus_per_engine=4)]), "no node has room for a whole engine"),
     (why_none([SIX], nodes=FULL), "no node has room for a whole engine"),
-]
+    (why_none([SIX], limits=replace(LIMITS, max_gpus=1), jobs=[mine(False)]), "limit max_gpus"),
+    (why_none([SIX], limits=replace(LIMITS, max_gpus_per_user=1, user="scavenger"), others=[OURS]), "limit max_gpus_per_user"),
+    (why_none([SIX], [mine(True)], others=[replace(OURS, state=JobState.PENDING, reason="QOSMaxGRESPerUser")]),
+     "a limit of our QOS or account in Slurm"),
+    (why_none([SIX], limits=replace(LIMITS, max_preemptions_per_hour=1, preempted_last_hour=1)), "limit max_preemptions_per_hour"),
+    (why_none([SIX], limits=replace(LIMITS, stop="the stop file")), "harvesting is stopped (stop file or drain)"),
+    (why_none([SIX], limits=replace(LIMITS, hidden="PrivateData", blind=True)), "others' jobs are hidden, and some could not preempt us"),
+    (why_none([SIX], limits=replace(LIMITS, min_life_s=60), reservations=[BOOKED]), "a reservation begins soon on their nodes"),
+    (why_none([SIX], [mine(False)], replace(LIMITS, max_gpus_per_node=1), others=[OURS]), "limit max_gpus_per_node"),
+]  # fmt: skip
 
 
 def test_idle_gpu_hours_are_explained_by_what_the_policy_said(url: str) -> None:
     """The report knows the policy's codes: here they come from the policy itself, and each with which it does nothing is there."""
     acting = {Code.WANTED, Code.WRONG_SIZE, Code.OVER_SHARE, Code.HELD, Code.REQUEUED, Code.OVERDUE, Code.SHUTDOWN}
+    acting |= {Code.PEER, Code.COURTESY, Code.ENDING, Code.DRAINED, Code.FRESH}
     assert {decision.code for decision, _ in REASONS} == set(Code) - acting
     records: list[r.Record] = []
     for n, (said, _) in enumerate(REASONS):

@@ -1,0 +1,436 @@
+"""Do others wait longer because we harvest? The same jobs of theirs on a private, real Slurm, with and without the daemon.
+
+    python -m benchmarks.harmless --trace earth_jobs_72h.csv.gz [--arms none,floor,daemon,peers] [--grace 0,10] [--hours 12]
+
+Others' jobs are those of the trace that began in `--hours` from `--from-hour` on, thinned to the cluster's share of the trace's nodes (the
+same ones in each arm, by `--seed`), their GPUs scaled to its nodes, their starts and durations divided by `--compress`. Arms:
+
+    none    nobody harvests
+    floor   what Slurm itself costs: preemptible one-GPU jobs that exit on TERM, always `--queued` of them in the queue
+    daemon  the harvester of the daemon (driver, tracker, policy, Slurm's commands); its looks are divided by `--compress`,
+            not below 1 s, and its RPC budget is multiplied by it
+    peers   the daemon, and every `--peer-every`-th job of others is in the harvest partition itself: Slurm never preempts us for it
+    peers0  the same jobs in the same partitions, and nobody harvests
+
+What is light in it: the ledger and the router are lists, demand is unbounded, and an engine is the shipped job script around a shell loop
+that leaves within 0.3 s of a TERM (exit 75, then `scontrol requeue`) or of being given back. GPUs are files that Slurm believes in.
+
+delay      from sbatch's return to the job's first line, of others' jobs that arrived in the window
+wasted     starts of engines that ended within a cold start (`--cold-start` / compress)
+harvested  of idle GPU time in slices longer than a cold start (`harmless_measure`)
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import csv
+import gzip
+import json
+import random
+import re
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harmless_measure import Stay, Use, percentile, use
+from scavenger.cluster.layout import Layout, PartitionLayout
+from scavenger.cluster.model import JobSpec, JobState, PreemptMode
+from scavenger.cluster.sandbox import SlurmSandbox
+from scavenger.cluster.slurm import SlurmCluster
+from scavenger.config import ClusterSection, DaemonConfig, DaemonSection, HarvestSection
+from scavenger.harvest.driver import Harvester
+from scavenger.harvest.script import read_template
+from scavenger.ledger import records as rec
+from scavenger.router.events import IntentRevoked
+from scavenger.router.machine import Demand
+
+HOUR_S = 3600.0
+TRACE_NODES, TRACE_GPUS = 107, 8
+WORKER_LINE = re.compile(r"^worker=\(.*\)$", re.MULTILINE)
+ENGINE = """\
+trap 'exit 75' TERM
+exec 9<> <(:)
+while [ ! -e "$1.drain" ]; do read -r -t 0.3 -u 9; done
+exit 0
+"""
+THEIRS = """\
+#!/bin/bash
+echo "$EPOCHREALTIME $SLURM_JOB_NODELIST" > {path}
+sleep {seconds:.2f}
+echo "$EPOCHREALTIME" > {path}.end
+"""
+FLOOR = """\
+#!/bin/bash
+trap : TERM
+echo "$SLURM_JOB_ID start $EPOCHREALTIME $SLURMD_NODENAME" >> {folder}/floor.log
+srun --ntasks=1 --mpi=none --input=none bash {folder}/engine.sh {folder}/floor
+echo "$SLURM_JOB_ID end $EPOCHREALTIME" >> {folder}/floor.log
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Another user's job. `at_s`, `lasts_s`: compressed. `warm`: it ran already when the window began, and is not counted."""
+
+    number: int
+    at_s: float
+    lasts_s: float
+    nodes: int
+    gpus_per_node: int
+    warm: bool
+
+
+@dataclass(slots=True)
+class Seen:
+    """One of their jobs as it went."""
+
+    arrival: Arrival
+    job_id: int = 0
+    submitted: float = 0.0
+    started: float = 0.0
+    ended: float = 0.0
+    where: tuple[str, ...] = ()
+    failed: bool = False  # it began, should be over for 10 s, and never came to its last line
+
+
+@dataclass(slots=True)
+class Outcome:
+    """One arm's. `stays`: of harvested jobs. `asked`: calls to Slurm by kind."""
+
+    arm: str
+    grace_s: float
+    delays: dict[int, float]
+    peer_delays: dict[int, float]
+    never_started: int
+    failed: int
+    use: Use
+    starts: int
+    wasted: int
+    preempted: int
+    asked: dict[str, int]
+    minutes: float
+    reasons: dict[str, int] = field(default_factory=dict)
+
+
+# ---------------------------------------------------------------- the trace
+
+
+def arrivals(trace: Path, options: argparse.Namespace) -> list[Arrival]:
+    """Others' jobs, in order. The choice of jobs depends on the trace and the seed alone."""
+    rng = random.Random(options.seed)
+    start, end = options.from_hour * HOUR_S, (options.from_hour + options.hours) * HOUR_S
+    share, scale = options.nodes / TRACE_NODES, options.gpus / TRACE_GPUS
+    found = []
+    with gzip.open(trace, "rt") as file:
+        rows = csv.DictReader(line for line in file if not line.startswith("#"))
+        for number, row in enumerate(rows):
+            chosen = rng.random() < share
+            began, ended, gpus = float(row["t_start"]), float(row["t_end"]), int(row["gpus"])
+            if not chosen or ended <= start or began >= end:
+                continue
+            nodes = min(options.nodes, -(-gpus // TRACE_GPUS))
+            per_node = max(1, round(min(gpus, TRACE_GPUS) * scale))
+            low = max(began, start)
+            lasts = max(0.5, (ended - low) / options.compress)
+            found.append(Arrival(number, (low - start) / options.compress, lasts, nodes, per_node, began < start))
+    return sorted(found, key=lambda one: (one.at_s, one.number))
+
+
+# ---------------------------------------------------------------- one arm
+
+
+class Counted(SlurmCluster):
+    """Slurm's commands, counted by what they ask, and only what the harvester asks."""
+
+    def __init__(self, env: dict[str, str]) -> None:
+        super().__init__(env)
+        self.asked: Counter[str] = Counter()
+
+    def _run(self, argv: Sequence[str], *args: Any, **kwargs: Any) -> Any:
+        self.asked[" ".join(argv[:1] if argv[0] != "scontrol" else [argv[0], *(word for word in argv[1:] if word[0] != "-")][:3])] += 1
+        return super()._run(argv, *args, **kwargs)
+
+
+class Others:
+    """Submits their jobs on time and reads what became of them."""
+
+    def __init__(self, sandbox: SlurmSandbox, folder: Path, plan: Sequence[Arrival], peer_every: int) -> None:
+        self.cluster, self.folder = SlurmCluster(sandbox.env), folder
+        self.seen = [Seen(arrival) for arrival in plan]
+        self._peer_every = peer_every
+
+    def peer(self, one: Seen) -> bool:
+        return self._peer_every > 0 and not one.arrival.warm and one.arrival.nodes == 1 and one.arrival.number % self._peer_every == 0
+
+    def submit(self, one: Seen) -> None:
+        arrival = one.arrival
+        path = self.folder / f"{arrival.number}"
+        spec = JobSpec(
+            f"theirs{arrival.number}", "", "scavenge" if self.peer(one) else "normal", THEIRS.format(path=path, seconds=arrival.lasts_s),
+            gpus=arrival.gpus_per_node, nodes=arrival.nodes, tasks=arrival.nodes, time_s=max(60.0, arrival.lasts_s * 2), requeue=False,
+            workdir=str(self.folder),
+        )  # fmt: skip
+        one.job_id = self.cluster.submit(spec)
+        one.submitted = time.time()
+
+    async def play(self, began: float, window_s: float) -> None:
+        """Submit every job that arrives at its time, four at once at most; return when the window is over."""
+        loop = asyncio.get_running_loop()
+        with ThreadPoolExecutor(4) as threads:
+            running = []
+            for one in (one for one in self.seen if not one.arrival.warm):
+                await asyncio.sleep(max(0.0, began + one.arrival.at_s - time.time()))
+                running.append(loop.run_in_executor(threads, self.submit, one))
+            await asyncio.gather(*running)
+        await asyncio.sleep(max(0.0, began + window_s - time.time()))
+
+    def read(self, names: Sequence[str], now: float) -> None:
+        from scavenger.cluster.hostlist import expand
+
+        for one in self.seen:
+            path = self.folder / f"{one.arrival.number}"
+            if path.exists() and (text := path.read_text().split()):
+                one.started, one.where = float(text[0]), tuple(name for name in expand(text[1]) if name in names)
+                done = Path(f"{path}.end")
+                ended = done.read_text() if done.exists() else ""
+                one.ended = float(ended) if ended else now
+                one.failed = not ended and one.started + one.arrival.lasts_s + 10 < now
+
+
+@dataclass
+class Said:
+    """The harvester's ledger and router: lists, and files that tell an engine to leave."""
+
+    state: Path
+    records: list[rec.Record] = field(default_factory=list)
+
+    async def commit(self, records: Sequence[rec.Record]) -> None:
+        self.records.extend(records)
+
+    def post(self, event: object) -> None:
+        if isinstance(event, IntentRevoked):
+            (self.state / "workers" / f"{event.intent_id}.key.drain").touch()
+
+    def of(self, kind: type) -> list[Any]:
+        return [record for record in self.records if isinstance(record, kind)]
+
+
+def harvester(sandbox: SlurmSandbox, state: Path, said: Said, options: argparse.Namespace) -> tuple[Harvester, Counted]:
+    engine, template = state.parent / "engine.sh", state.parent / "job.j2"
+    engine.write_text(ENGINE)
+    text, found = WORKER_LINE.subn(f"worker=(bash {engine} {{{{ key | quote }}}})", read_template(None))
+    assert found == 1, "the shipped template has no line that begins with worker=("
+    template.write_text(text)
+    look_s = max(1.0, 60.0 / options.compress)
+    config = DaemonConfig(
+        daemon=DaemonSection(state_dir=state),
+        cluster=ClusterSection(
+            observe_s=look_s, quick_s=max(1.0, 15.0 / options.compress), absent_s=2.0, observe_floor_s=min(5.0, look_s),
+            max_rpc_per_min=4.0 * options.compress,
+        ),
+        harvest=HarvestSection(
+            max_engines=options.nodes * options.gpus, max_pending=options.pending, job_template=template, time_limit_s=4 * HOUR_S,
+            courtesy_window_s=options.courtesy, peer_yield_s=options.peer_yield, fresh_after_s=max(3.0, 30.0 / options.compress),
+            drain_before_s=1.0, cpus_per_engine=1,
+        ),
+    )  # fmt: skip
+    cluster = Counted(sandbox.env)
+    demand = [Demand(1, "bench", options.nodes * options.gpus, 1, "whatever is idle")]
+    made: list[Harvester] = []
+
+    def leases() -> dict[str, tuple[int, float]]:
+        return {one.intent_id: (1, 0.0) for one in made[0].tracker.intents.values() if one.hold is not None}
+
+    made.append(
+        Harvester(
+            config, cluster, "feedbeef", commit=said.commit, write=said.records.extend, post=said.post, demand=lambda: demand,
+            leases=leases, register=lambda *_: None, unregister=lambda *_: None, clock=time.time,
+        )
+    )  # fmt: skip
+    return made[0], cluster
+
+
+async def floor(sandbox: SlurmSandbox, folder: Path, queued: int, stop: asyncio.Event) -> None:
+    """Keep preemptible jobs in the queue that exit on TERM and do nothing else."""
+    cluster = SlurmCluster(sandbox.env)
+    (folder / "engine.sh").write_text(ENGINE)
+    spec = JobSpec("floor", "", "scavenge", FLOOR.format(folder=folder), gpus=1, time_s=4 * HOUR_S, workdir=str(folder))
+    while not stop.is_set():
+        jobs = await asyncio.to_thread(lambda: cluster.view().jobs)
+        waiting = sum(job.state is JobState.PENDING and job.name == "floor" for job in jobs)
+        for _ in range(queued - waiting):
+            await asyncio.to_thread(cluster.submit, spec)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), 1.0)
+
+
+def floor_stays(folder: Path, ended: float) -> list[Stay]:
+    """What the floor's jobs wrote of themselves; one that was killed is taken to have held its GPU until it began again."""
+    path, open_, found = folder / "floor.log", dict[str, tuple[str, float]](), []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        job, what, at, *node = line.split()
+        if job in open_:
+            where, since = open_.pop(job)
+            found.append(Stay(where, 1, since, float(at)))
+        if what == "start":
+            open_[job] = (node[0], float(at))
+    return found + [Stay(where, 1, since, ended) for where, since in open_.values()]
+
+
+def layout(options: argparse.Namespace, grace_s: float) -> Layout:
+    names = tuple(f"node{n}" for n in range(options.nodes))
+    return Layout(
+        nodes=names, gpus=options.gpus, kill_wait_s=5.0, message_timeout_s=5.0,
+        partitions=(
+            PartitionLayout(name="normal", nodes=names, priority_tier=10),
+            PartitionLayout(name="scavenge", nodes=names, priority_tier=1, preempt_mode=PreemptMode.REQUEUE, grace_s=grace_s),
+        ),
+    )  # fmt: skip
+
+
+def run(arm: str, grace_s: float, plan: Sequence[Arrival], options: argparse.Namespace) -> Outcome:
+    with tempfile.TemporaryDirectory(prefix="harmless-") as folder, SlurmSandbox(layout(options, grace_s)) as sandbox:
+        return asyncio.run(_run(arm, grace_s, plan, options, sandbox, Path(folder)))
+
+
+async def _run(
+    arm: str, grace_s: float, plan: Sequence[Arrival], options: argparse.Namespace, sandbox: SlurmSandbox, folder: Path
+) -> Outcome:
+    theirs = folder / "theirs"
+    theirs.mkdir()
+    others = Others(sandbox, theirs, plan, options.peer_every if arm.startswith("peers") else 0)
+    said, asked, stop = Said(folder / "state"), Counter[str](), asyncio.Event()
+    window_s = options.hours * HOUR_S / options.compress
+    for one in others.seen:  # what ran before the window runs before anybody harvests
+        if one.arrival.warm:
+            await asyncio.to_thread(others.submit, one)
+    await asyncio.sleep(3.0)
+    began = time.time()
+    task: asyncio.Task[None] | None = None
+    if arm == "floor":
+        task = asyncio.create_task(floor(sandbox, folder, options.queued, stop))
+    elif arm in ("daemon", "peers"):
+        (folder / "state" / "workers").mkdir(parents=True)
+        made, cluster = harvester(sandbox, folder / "state", said, options)
+        asked = cluster.asked
+        task = asyncio.create_task(made.run(stop))
+    await others.play(began, window_s)
+    ended = time.time()
+    stop.set()
+    if task is not None:
+        await task
+    names = sandbox.layout.nodes
+    others.read(names, ended)
+    return measure(arm, grace_s, others, said, names, began, ended, options, dict(asked))
+
+
+def measure(
+    arm: str, grace_s: float, others: Others, said: Said, names: Sequence[str], began: float, ended: float, options: argparse.Namespace,
+    asked: dict[str, int],
+) -> Outcome:  # fmt: skip
+    theirs = [Stay(name, one.arrival.gpus_per_node, one.started, one.ended) for one in others.seen if one.started for name in one.where]
+    starts = {(hold.intent_id, hold.restart_count): hold for hold in said.of(rec.HoldStarted)}
+    ends = {(hold.intent_id, hold.restart_count): hold for hold in said.of(rec.HoldEnded)}
+    held = [Stay(hold.node, hold.gpus, hold.at, ends[key].at if key in ends else ended) for key, hold in starts.items()]
+    ours = held or floor_stays(others.folder.parent, ended)
+    cold_s = options.cold_start / options.compress
+    lived = [ends[key].at - hold.at for key, hold in starts.items() if key in ends]
+    arrived = [one for one in others.seen if not one.arrival.warm]
+    started = [one for one in arrived if one.started]
+    return Outcome(
+        arm, grace_s,
+        {one.arrival.number: max(0.0, one.started - one.submitted) for one in started if not others.peer(one)},
+        {one.arrival.number: max(0.0, one.started - one.submitted) for one in started if others.peer(one)},
+        len(arrived) - len(started), sum(one.failed and not others.peer(one) for one in others.seen),
+        use(theirs, ours, names, options.gpus, began, ended, cold_s), len(ours), sum(life < cold_s for life in lived),
+        sum(end.reason == "preempted" for end in ends.values()), asked, (ended - began) / 60,
+        dict(Counter([f"{one.action} {one.code}" for one in said.of(rec.Decision)] + [f"event {one.kind}" for one in said.of(rec.Event)])),
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------- the report
+
+
+def report(outcomes: Sequence[Outcome]) -> list[str]:
+    """A table, then the peers, then the reasons. *Later* is a job's delay less its own in `none`: what harvesting did to that job."""
+    lines = [
+        "| GraceTime | arm | jobs | delay p50 | p99 | max | p99 - none | p99 - floor | later, p50 | p99 | never started | failed "
+        "| GPU use | harvested | starts | preempted | wasted | commands a minute |",
+        "| --- " * 18 + "|",
+    ]
+    for one in outcomes:
+        base = {other.arm: other for other in outcomes if other.grace_s == one.grace_s and other is not one}
+        delays = list(one.delays.values())
+        p50, p99, most = (percentile(delays, share) for share in (0.5, 0.99, 1.0))
+        over = [f"{p99 - percentile(list(base[arm].delays.values()), 0.99):+.2f} s" if arm in base else "" for arm in ("none", "floor")]
+        later = [f"{percentile(_later(one.delays, base['none'].delays), share):+.2f} s" if "none" in base else "" for share in (0.5, 0.99)]
+        busy = (one.use.others + one.use.ours) / one.use.total
+        wasted = f"{one.wasted / one.starts:.1%}" if one.asked and one.starts else ""
+        lines.append(
+            f"| {one.grace_s:g} s | {one.arm} | {len(delays)} | {p50:.2f} s | {p99:.2f} s | {most:.2f} s | {over[0]} | {over[1]} "
+            f"| {later[0]} | {later[1]} | {one.never_started} | {one.failed} | {busy:.1%} | {one.use.share:.1%} | {one.starts} "
+            f"| {one.preempted} | {wasted} | {sum(one.asked.values()) / one.minutes:.1f} |"
+        )
+    for one in outcomes:
+        if one.peer_delays:
+            before = next((other for other in outcomes if other.grace_s == one.grace_s and other.arm == "peers0"), one)
+            figures = ", ".join(f"{percentile(list(one.peer_delays.values()), share):.2f} s" for share in (0.5, 0.99, 1.0))
+            later_s = percentile(_later(one.peer_delays, before.peer_delays), 1.0)
+            said = f"{len(one.peer_delays)} jobs of peers: delay p50, p99, max {figures}; at most {later_s:+.2f} s later than in peers0"
+            lines.append(f"\n{one.arm}, GraceTime {one.grace_s:g} s: {said}")
+    for one in outcomes:
+        if one.reasons:
+            said = ", ".join(f"{n} {what}" for what, n in sorted(one.reasons.items()))
+            lines.append(f"\n{one.arm}, GraceTime {one.grace_s:g} s, decisions: {said}; commands: {one.asked}")
+    return lines
+
+
+def _later(delays: Mapping[int, float], before: Mapping[int, float]) -> list[float]:
+    return [delay - before[number] for number, delay in delays.items() if number in before]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--trace", type=Path, required=True, help="earth_jobs_72h.csv.gz")
+    parser.add_argument("--arms", default="none,floor,daemon,peers0,peers")
+    parser.add_argument("--grace", default="0,10", help="GraceTimes of the harvest partition, s")
+    parser.add_argument("--from-hour", type=float, default=9.0)
+    parser.add_argument("--hours", type=float, default=12.0)
+    parser.add_argument("--compress", type=float, default=120.0)
+    parser.add_argument("--nodes", type=int, default=16)
+    parser.add_argument("--gpus", type=int, default=8, help="a node")
+    parser.add_argument("--cold-start", type=float, default=115.0, help="of an engine, s before compression")
+    parser.add_argument("--courtesy", type=float, default=2.0, help="courtesy_window_s")
+    parser.add_argument("--peer-yield", type=float, default=5.0, help="peer_yield_s")
+    parser.add_argument("--peer-every", type=int, default=3)
+    parser.add_argument("--pending", type=int, default=32, help="max_pending")
+    parser.add_argument("--queued", type=int, default=8, help="jobs of the floor in the queue")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path, default=None, help="write the figures there too")
+    options = parser.parse_args()
+    plan = arrivals(options.trace, options)
+    new = [one for one in plan if not one.warm]
+    print(f"{len(plan) - len(new)} jobs run, {len(new)} arrive in {options.hours * 60 / options.compress:.1f} min", flush=True)
+    outcomes = []
+    try:
+        for grace in (float(text) for text in options.grace.split(",")):
+            for arm in options.arms.split(","):
+                outcomes.append(run(arm, grace, plan, options))
+                print(f"{arm}, GraceTime {grace:g} s: done", file=sys.stderr, flush=True)
+    finally:  # an arm that fails takes nothing from those before it
+        print("\n".join(report(outcomes)))
+        if options.json is not None:
+            options.json.write_text(json.dumps([asdict(one) for one in outcomes]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

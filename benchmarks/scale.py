@@ -1,0 +1,217 @@
+"""How long the harvester's own work takes on a large site.
+
+    python -m benchmarks.scale policy  [--nodes 10000] [--jobs 100000]     the pure decision alone, goal 200 ms
+    python -m benchmarks.scale cycle   [--nodes 1000]  [--pending 10000]   one observation and decision on a private Slurm, goal 1 s
+
+`policy` makes a full queue (a third of the jobs run, the rest wait, half of these for GPUs that others or ours hold) with hundreds of
+engines of ours, and asks `harvest.policy.decide` some times: the least and the median, in CPU time of this process. `cycle` starts a real
+slurmctld whose nodes are CLOUD nodes (they cost nothing and never run anything), fills its queue with jobs of others that wait, and times
+`Cluster.view`, the tracker and the decision apart, as the daemon does them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pwd
+import random
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from scavenger.cluster import sandbox, sandbox_conf
+from scavenger.cluster.layout import Layout, PartitionLayout
+from scavenger.cluster.model import ClusterView, Job, JobState, Node, Partition, PreemptMode
+from scavenger.cluster.ports import listens
+from scavenger.cluster.slurm import SlurmCluster
+from scavenger.harvest.health import HealthRules
+from scavenger.harvest.policy import Limits, OurJob, decide
+from scavenger.harvest.room import owners
+from scavenger.harvest.tracker import Rules, Tracker
+from scavenger.router.machine import Demand
+
+NOW = 1000.0
+LIMITS = Limits(
+    "scavenge", max_engines=4000, max_pending=32, courtesy_window_s=120.0, headroom_per_node=1, pin=True, drain_before_s=30.0,
+    user="scavenger",
+)  # fmt: skip
+DEMAND = [Demand(1, "bench", 4000, 1, "whatever is idle")]
+
+
+# ---------------------------------------------------------------- the policy alone
+
+
+def busy_site(nodes: int, jobs: int, seed: int) -> tuple[ClusterView, list[OurJob]]:
+    """An eighth of the nodes idle, the others full; 2 % of what runs is ours. Partitions overlap; jobs of up to 2,000 nodes wait."""
+    rng = random.Random(seed)
+    names = [f"n{n:05}" for n in range(nodes)]
+    made, found, ours = [], [], []
+    job_id = 0
+    for name in names:
+        used = idle = 0 if rng.random() < 7 / 8 else 8
+        while used < 8:
+            mine = rng.random() < 0.02
+            gpus = 1 if mine else min(rng.choice((1, 2, 4)), 8 - used)
+            used, job_id = used + gpus, job_id + 1
+            user, partition = ("scavenger", "scavenge") if mine else (f"u{job_id % 300}", "normal")
+            found.append(Job(job_id, user, partition, JobState.RUNNING, nodes=(name,), gpus=gpus, gpus_by_node=((name, gpus),), cpus=gpus))
+            if mine:
+                ours.append(OurJob(f"scv-{job_id:016x}", 1, job_id, gpus, False, name, connected=True, leases=job_id % 5))
+        held = 0 if idle else 8
+        made.append(Node(name, frozenset({"mixed"}), frozenset({"normal", "scavenge"}), "h100", 8, held, 128, held * 8, 1_000_000, 0))
+    while len(found) < jobs:
+        job_id += 1
+        wide = rng.choice((1, 1, 1, 2, 4, 16, 64, 2000))
+        found.append(
+            Job(
+                job_id, f"u{job_id % 300}", rng.choice(("normal", "large", "normal,large")), JobState.PENDING, n_nodes=wide,
+                reason=rng.choice(("Resources", "Priority", "Priority", "Dependency", "QOSMaxGRESPerUser", "BeginTime")),
+                gpus=wide * rng.choice((1, 2, 4, 8)), cpus=wide * 8, priority=rng.randrange(10**6), submit_time=rng.random() * NOW,
+                start_time=rng.choice((0.0, NOW + 50, NOW + 1000)),
+            )
+        )  # fmt: skip
+    partitions = (
+        Partition("normal", frozenset(names), 10, PreemptMode.OFF, 0.0, 1e9),
+        Partition("large", frozenset(names[: nodes // 2]), 20, PreemptMode.OFF, 0.0, 1e9),
+        Partition("scavenge", frozenset(names), 1, PreemptMode.REQUEUE, 0.0, 1e9),
+    )
+    return ClusterView(NOW, tuple(made), tuple(found), partitions), ours
+
+
+def time_policy(nodes: int, jobs: int, repeat: int, seed: int) -> None:
+    view, ours = busy_site(nodes, jobs, seed)
+    running = sum(job.state is JobState.RUNNING for job in view.jobs)
+    took = []
+    limits = replace(LIMITS, could_start_since=tuple((job.job_id, 0.0) for job in view.jobs if job.waits))  # they have waited long enough
+    for _ in range(repeat):
+        before = time.process_time()
+        decision = decide(view, DEMAND, ours, limits, NOW)
+        took.append(1000 * (time.process_time() - before))
+    print(f"{len(view.nodes):,} nodes, {len(view.jobs):,} jobs ({len(view.jobs) - running:,} wait), {len(ours)} engines of ours")
+    print(f"decide: {min(took):.0f} ms least, {statistics.median(took):.0f} ms median of {repeat}")
+    print(f"{len(decision.actions)} actions, {decision.code}")
+
+
+# ---------------------------------------------------------------- a whole cycle on a real controller
+
+
+def cloud_conf(base: Path, nodes: int, port: int) -> str:
+    """The sandbox's `slurm.conf` with CLOUD nodes in place of its own."""
+    names = ("node0",)
+    layout = Layout(
+        nodes=names, gpus=8,
+        partitions=(
+            PartitionLayout(name="normal", nodes=names, priority_tier=10),
+            PartitionLayout(name="scavenge", nodes=names, priority_tier=1, preempt_mode=PreemptMode.REQUEUE),
+        ),
+    )  # fmt: skip
+    plugins = next(path for path in sandbox._PLUGINS if os.path.isdir(path))
+    site = sandbox_conf.Site(str(base), os.uname().nodename.split(".")[0], pwd.getpwuid(os.getuid()).pw_name, plugins, port)
+    every = f"cloud[1-{nodes}]"
+    node = f"NodeName={every} CPUs=64 RealMemory=1000000 Gres=gpu:h100:8 State=CLOUD"
+    text = re.sub(r"^NodeName=.*$", node, sandbox_conf.slurm_conf(layout, site), flags=re.MULTILINE)
+    text = text.replace("Nodes=node0", f"Nodes={every}").replace("bf_interval=1", "bf_interval=30,bf_max_job_test=100")
+    cloud = ("ResumeProgram=/bin/true", "SuspendProgram=/bin/true", "SuspendTime=INFINITE", "PrivateData=cloud")
+    return "\n".join([*cloud, "MaxJobCount=200000", "MaxArraySize=100001", text])
+
+
+def time_cycle(nodes: int, pending: int, repeat: int) -> None:
+    from scavenger.cluster.ports import free_ports
+
+    base = Path(tempfile.mkdtemp(prefix="scale-"))
+    children: list[subprocess.Popen[bytes]] = []
+    try:
+        for name in ("etc", "run", "log", "state", "munge"):
+            (base / name).mkdir()
+        key = base / "munge/munge.key"
+        key.touch(mode=0o600)
+        key.write_bytes(os.urandom(1024))
+        port = free_ports(2)
+        conf = base / "etc/slurm.conf"
+        conf.write_text(cloud_conf(base, nodes, port))
+        (base / "etc/gres.conf").write_text("AutoDetect=off\n")
+        env = {**sandbox.slurm_environment(os.environ), "SLURM_CONF": str(conf), "PATH": sandbox._search_path()}
+        run, munge = base / "run", base / "munge"
+        argv = ["munged", "--foreground", "--force", f"--key-file={munge}/munge.key", f"--socket={run}/munge.socket",
+                f"--pid-file={run}/munged.pid", f"--log-file={base}/log/munged.log", f"--seed-file={munge}/munge.seed"]  # fmt: skip
+        _start(children, argv, env, base)
+        _wait("munged", lambda: (run / "munge.socket").exists())
+        _start(children, ["slurmctld", "-D", "-c", "-f", str(conf)], env, base)
+        _wait("slurmctld", lambda: listens(port))
+        fill(env, nodes, pending)
+        measure_cycle(SlurmCluster(env, timeout_s=60.0), repeat)
+    finally:
+        for child in reversed(children):
+            child.kill()
+            child.wait()
+        shutil.rmtree(base)
+
+
+def _start(children: list[subprocess.Popen[bytes]], argv: list[str], env: dict[str, str], base: Path) -> None:
+    binary = shutil.which(argv[0], path=env["PATH"])
+    if binary is None:
+        raise SystemExit(f"{argv[0]} is not installed: {sandbox.INSTALL}")
+    with (base / "log" / f"{argv[0]}.out").open("wb") as log:
+        children.append(subprocess.Popen([binary, *argv[1:]], env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
+
+
+def _wait(what: str, ready: object) -> None:
+    assert callable(ready)
+    deadline = time.monotonic() + 60
+    while not ready():
+        if time.monotonic() > deadline:
+            raise SystemExit(f"{what} does not answer after 60 s")
+        time.sleep(0.05)
+
+
+def fill(env: dict[str, str], nodes: int, pending: int) -> None:
+    """Others' jobs: one array for more GPUs than there are, so that all of it waits, and one that needs every node."""
+    shape = ["--gres=gpu:8", f"--nodes={nodes}", "--exclusive"]
+    for argv in (shape, [f"--array=1-{pending - 1}", "--gres=gpu:2", "--begin=now+1hour"]):
+        subprocess.run(["sbatch", "--partition=normal", "--output=/dev/null", "--time=60", *argv], env=env, input="#!/bin/bash\nsleep 60\n",
+                       text=True, check=True, capture_output=True, cwd="/tmp")  # fmt: skip
+
+
+def measure_cycle(cluster: SlurmCluster, repeat: int) -> None:
+    tracker = Tracker(Rules("feedbeef", "scavenger", 30.0, HealthRules(3, 600.0, 5.0)))
+    views, decisions = [], []
+    for _ in range(repeat):
+        before = time.perf_counter()
+        view = cluster.view()
+        views.append(time.perf_counter() - before)
+        before = time.perf_counter()
+        tracker.observe(view, view.observed_at)
+        owners(view, "scavenge", tracker.job_ids(), view.observed_at)
+        decision = decide(view, DEMAND, tracker.jobs({}), LIMITS, view.observed_at)
+        decisions.append(time.perf_counter() - before)
+    both = [a + b for a, b in zip(views, decisions, strict=True)]
+    waits = sum(job.waits for job in view.jobs)
+    print(f"{len(view.nodes):,} nodes, {len(view.jobs):,} jobs ({waits:,} wait); {len(decision.actions)} actions, {decision.code}")
+    for what, took in (("observation", views), ("decision", decisions), ("cycle", both)):
+        print(f"{what}: {1000 * min(took):.0f} ms least, {1000 * statistics.median(took):.0f} ms median of {repeat}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("what", choices=("policy", "cycle"))
+    parser.add_argument("--nodes", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=100_000)
+    parser.add_argument("--pending", type=int, default=10_000)
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    if options.what == "policy":
+        time_policy(options.nodes or 10_000, options.jobs, options.repeat, options.seed)
+    else:
+        time_cycle(options.nodes or 1000, options.pending, options.repeat)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

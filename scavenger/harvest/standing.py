@@ -1,0 +1,114 @@
+"""What holds besides the configuration when the policy is asked: the kill switch, `scavenger drain`, and whether others' jobs are seen.
+
+Two files stop harvesting while they are there: the site's `harvest.stop_file`, which an admin may write without knowing us, and the state
+directory's `drain`, which the command writes. One whose first word is "now" does not wait for engines to drain. A file that is there and
+cannot be read stops harvesting too.
+
+Owns these files and the events that tell of a change. Decides nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from scavenger import keys
+from scavenger.cluster.model import ClusterInfo, ClusterView
+from scavenger.config import DaemonConfig
+from scavenger.harvest.limits import Stop, hidden_jobs, limits_of
+from scavenger.harvest.policy import Decision, Limits
+from scavenger.harvest.tracker import Tracker
+from scavenger.ledger import records as rec
+
+DRAIN = "drain"
+HOUR_S = 3600.0
+_MOST_BYTES = 500
+
+
+def drain_path(state_dir: Path) -> Path:
+    return state_dir / DRAIN
+
+
+def drain(state_dir: Path, reason: str, *, at_once: bool) -> None:
+    """Have the daemon of this state directory give everything back, and submit nothing until `resume`."""
+    keys.write_private(drain_path(state_dir), f"{'now' if at_once else 'drain'} {' '.join(reason.split())}\n".encode())
+
+
+def resume(state_dir: Path) -> bool:
+    """Undo `drain`. False when nothing was drained."""
+    path = drain_path(state_dir)
+    there = path.exists()
+    path.unlink(missing_ok=True)
+    return there
+
+
+def read_stop(path: Path | None, what: str) -> Stop | None:
+    """What a stop file says; None when there is none."""
+    if path is None:
+        return None
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MOST_BYTES).decode("utf-8", "replace")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return Stop(f"{what} ({path}) cannot be read: {error.strerror}")
+    word, _, reason = " ".join(text.split()).partition(" ")
+    said = reason if word in ("now", "drain") else f"{word} {reason}".strip()
+    return Stop(f"{what}{f': {said}' if said else ''}", at_once=word == "now")
+
+
+class Standing:
+    """See the module. `config` is asked each time: a reload may change it. `events` is for the ledger; whoever takes them empties it."""
+
+    def __init__(self, config: Callable[[], DaemonConfig]) -> None:
+        self._config = config
+        self.events: list[rec.Event] = []
+        self.seen: Stop | None = None  # as of the last `look`
+        self.decided_on: Stop | None = None  # as of the last `limits`
+        self.hidden = ""
+        self._could_start: dict[int, float] = {}
+        self._looking: asyncio.Future[None] | None = None
+
+    def look(self) -> None:
+        """Read the files. They may lie on a file system that hangs: not for the event loop. Of two that in the greater hurry holds."""
+        config = self._config()
+        stop = read_stop(config.harvest.stop_file, "the stop file")
+        drained = read_stop(drain_path(config.daemon.state_dir), "scavenger drain")
+        self.seen = drained if drained is not None and (stop is None or (drained.at_once and not stop.at_once)) else stop
+
+    @property
+    def changed(self) -> bool:
+        """Whether somebody stopped or resumed harvesting since the last decision; asking has a thread look again for the next time."""
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.get_running_loop().run_in_executor(None, self.look)
+        return self.seen != self.decided_on
+
+    def limits(self, view: ClusterView, info: ClusterInfo, tracker: Tracker, leave_s: float, now: float) -> Limits:
+        """What is allowed now, by the last `look`."""
+        config, harvest = self._config(), self._config().harvest
+        self._note_stop(self.seen, now)
+        self._note_hidden(hidden_jobs(info, view, harvest.sees_all_jobs, now), now)
+        part = view.partition(harvest.partition)
+        return limits_of(
+            config, tracker.health, leave_s, now, user=info.user, stop=self.decided_on, hidden=self.hidden,
+            restricted=part is not None and part.restricted, preempted_last_hour=tracker.preempted_since(now - HOUR_S),
+            could_start_since=tuple(self._could_start.items()),
+        )  # fmt: skip
+
+    def decided(self, decision: Decision, now: float) -> None:
+        """Remember who could start if our engines left, and since when: Slurm gets a while to see to it itself."""
+        self._could_start = {job_id: self._could_start.get(job_id, now) for job_id in decision.could_start}
+
+    def _note_stop(self, stop: Stop | None, now: float) -> None:
+        if stop != self.decided_on:
+            kind, why = ("harvest_resumed", "nothing stops it any more") if stop is None else ("harvest_stopped", stop.reason)
+            self.events.append(rec.Event(kind, 0, self._config().harvest.partition, why, "{}", now))
+        self.decided_on = stop
+
+    def _note_hidden(self, hidden: str, now: float) -> None:
+        if bool(hidden) != bool(self.hidden):
+            kind, why = ("courtesy_off", hidden) if hidden else ("courtesy_on", "others' jobs are seen")
+            self.events.append(rec.Event(kind, 0, self._config().harvest.partition, why, "{}", now))
+        self.hidden = hidden

@@ -1,0 +1,205 @@
+"""Which jobs to submit, and on which nodes: what demand is not served, as far as room and limits go. Pure.
+
+A waiting job of ours serves demand. One that is to wait for long, where a fresh one could start now, is cancelled for that.
+
+Owns the order of the limits and the words for what stopped it. Knows nothing of who leaves.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from scavenger.cluster.model import ClusterView
+from scavenger.harvest.actions import CancelPending, Code, Limits, OurJob, Submit
+from scavenger.harvest.others import OWN_LIMIT, Census, Ground
+from scavenger.harvest.room import Place, Room, room_of
+from scavenger.router.machine import Demand
+
+
+def submit(
+    view: ClusterView,
+    counted: Census,
+    ground: Ground,
+    demand: Sequence[Demand],
+    allotted: Mapping[int, int],
+    serving: Sequence[OurJob],
+    ours: Sequence[OurJob],
+    limits: Limits,
+    now: float,
+) -> tuple[list[Submit | CancelPending], Code, str]:
+    """Jobs for what demand is not served, one run after the other, as far as room and limits go; and what stopped it, code and words."""
+    have = Counter(job.run_id for job in serving)
+    deficit = {d.run_id: allotted[d.run_id] - have[d.run_id] for d in demand}
+    waiting = any(job.waits for job in serving)
+    if not any(missing > 0 for missing in deficit.values()):
+        stop = _shared_out(demand, allotted, limits)
+        if stop is not None:
+            return [], *stop
+        if not waiting:
+            return [], Code.SERVED, ""
+    stop = _closed(view, counted, serving, limits, now)
+    if stop is not None:
+        return [], *stop
+    room = room_of(view, counted, ground, limits, now)
+    moving = _wait_or_move(counted, room, serving, ours, limits, now)
+    drafts = _Drafts(view, room, ours, counted.user_gpus, limits)
+    new, stop = _fill(demand, deficit, room, drafts, now)
+    moved = _move({d.run_id: d for d in demand}, moving, room, drafts, now)
+    actions = [*moved, *new]
+    if stop is not None:
+        return actions, *stop
+    if room.refused:
+        return actions, why_no_room(room), f"no room for more: {room.explain()}"
+    return actions, *(_shared_out(demand, allotted, limits) or (Code.OWN_PENDING, ""))
+
+
+def _fill(
+    demand: Sequence[Demand], deficit: dict[int, int], room: Room, drafts: _Drafts, now: float
+) -> tuple[list[Submit], tuple[Code, str] | None]:
+    """One job each in turn for what is not served; and the limit that ended it, None when it was the room or the demand."""
+    submits: list[Submit] = []
+    while any(missing > 0 for missing in deficit.values()):
+        for want in demand:
+            if deficit[want.run_id] <= 0:
+                continue
+            stop = drafts.stopped(want)
+            if stop is not None:
+                return submits, stop
+            place = room.take(want.gpus_per_engine, drafts.limits.cpus_per_engine, drafts.limits.memory_mb_per_engine)
+            deficit[want.run_id] = deficit[want.run_id] - 1 if place is not None else 0
+            if place is not None:
+                submits.append(drafts.submit(want, place, now))
+    return submits, None
+
+
+def _move(
+    by_run: Mapping[int, Demand], moving: Sequence[tuple[OurJob, str]], room: Room, drafts: _Drafts, now: float
+) -> list[Submit | CancelPending]:
+    """Cancel and submit afresh what waits where it will not start soon, as far as there is room elsewhere."""
+    actions: list[Submit | CancelPending] = []
+    for job, why in moving:
+        want = by_run[job.run_id]
+        if drafts.stopped(want, instead_of=job) is not None:
+            continue
+        place = room.take(want.gpus_per_engine, drafts.limits.cpus_per_engine, drafts.limits.memory_mb_per_engine)
+        if place is None:
+            break
+        drafts.drop(job)
+        actions.append(CancelPending(job.intent_id, f"{why}, and a fresh one can start now", Code.FRESH))
+        actions.append(drafts.submit(want, place, now))
+    return actions
+
+
+def _shared_out(demand: Sequence[Demand], allotted: Mapping[int, int], limits: Limits) -> tuple[Code, str] | None:
+    """Why less is allotted than is wanted, when it is."""
+    if sum(d.engines for d in demand) <= sum(allotted.values()):
+        return None
+    if sum(allotted.values()) >= limits.max_engines:
+        return Code.MAX_ENGINES, f"max_engines = {limits.max_engines} is reached"
+    return Code.MAX_GPUS, f"max_gpus = {limits.max_gpus} is reached"
+
+
+def _closed(view: ClusterView, counted: Census, serving: Sequence[OurJob], limits: Limits, now: float) -> tuple[Code, str] | None:
+    """Why nothing is submitted now, though it is wanted."""
+    partition = view.partition(limits.partition)
+    if partition is None or not partition.up:
+        return Code.PARTITION_DOWN, f"partition {limits.partition} is {'down' if partition else 'not there'}"
+    if now < limits.not_before:
+        return Code.BACKOFF, f"backs off: {limits.not_before_reason}"
+    most = limits.max_preemptions_per_hour
+    if most is not None and limits.preempted_last_hour >= most:
+        return Code.PREEMPTIONS, f"{limits.preempted_last_hour} preemptions in the last hour, max_preemptions_per_hour = {most}"
+    for job in serving:
+        listed = counted.ours.get(job.job_id)
+        if job.waits and listed is not None and listed.waits and listed.reason.startswith(OWN_LIMIT):
+            return Code.ACCOUNT_LIMIT, f"Slurm holds job {job.job_id} back ({listed.reason}): more would wait with it"
+    return None
+
+
+def _wait_or_move(
+    counted: Census, room: Room, serving: Sequence[OurJob], ours: Sequence[OurJob], limits: Limits, now: float
+) -> list[tuple[OurJob, str]]:
+    """Set aside what our waiting jobs will take; return those that will not start soon where they wait, and why.
+
+    A job that is to begin later (a requeued one, Slurm's delay is 121 s by default), or whose node was taken, holds no idle GPU.
+    """
+    free_to_move = {job.intent_id for job in serving}
+    found = []
+    for job in sorted((job for job in ours if job.waits), key=lambda job: (-job.gpus, job.intent_id)):
+        listed = counted.ours.get(job.job_id)
+        begins_s = listed.eligible_time - now if listed is not None and listed.waits else 0.0
+        movable = job.intent_id in free_to_move and not job.held and job.job_id > 0
+        if begins_s > limits.fresh_after_s:
+            if movable:
+                found.append((job, f"it may begin in {begins_s:.0f} s"))
+            continue
+        if job.pinned and not room.fits(job.pinned, job.gpus):
+            if movable and begins_s <= 0 and now - job.since >= limits.fresh_after_s:
+                found.append((job, f"it has waited for {job.pinned} for {now - job.since:.0f} s"))
+            continue
+        room.keep(job.pinned, job.gpus)
+    return found
+
+
+class _Drafts:
+    """The submissions of one decision, counted against the limits. Jobs that leave count until they are gone."""
+
+    def __init__(self, view: ClusterView, room: Room, ours: Sequence[OurJob], user_gpus: int, limits: Limits) -> None:
+        self._room, self.limits = room, limits
+        self._engines, self._pending = len(ours), sum(job.waits for job in ours)
+        self._gpus = sum(job.gpus for job in ours)
+        self._user_gpus = user_gpus + sum(job.gpus for job in ours if not job.job_id)
+        part = view.partition(limits.partition)
+        shut = {node for node, _ in limits.quarantined} | {*room.booked, *room.full}
+        self._exclude = tuple(sorted(shut & part.nodes)) if part is not None else ()
+
+    def stopped(self, want: Demand, instead_of: OurJob | None = None) -> tuple[Code, str] | None:
+        """The limit that one more job for `want` would break, if any."""
+        limits = self.limits
+        one, gpus = (0, want.gpus_per_engine - instead_of.gpus) if instead_of is not None else (1, want.gpus_per_engine)
+        if self._engines + one > limits.max_engines:
+            return Code.MAX_ENGINES, f"max_engines = {limits.max_engines} is reached (leaving ones count)"
+        if limits.max_gpus is not None and self._gpus + gpus > limits.max_gpus:
+            return Code.MAX_GPUS, f"max_gpus = {limits.max_gpus} is reached (leaving ones count)"
+        if limits.max_gpus_per_user is not None and self._user_gpus + gpus > limits.max_gpus_per_user:
+            return Code.MAX_PER_USER, f"max_gpus_per_user = {limits.max_gpus_per_user} is reached in the partition"
+        if self._pending + one > limits.max_pending:
+            return Code.MAX_PENDING, f"max_pending = {limits.max_pending} is reached"
+        return None
+
+    def drop(self, job: OurJob) -> None:
+        """A waiting job is cancelled by the same decision."""
+        self._count(-1, -job.gpus)
+
+    def _count(self, jobs: int, gpus: int) -> None:
+        self._engines, self._pending = self._engines + jobs, self._pending + jobs
+        self._gpus, self._user_gpus = self._gpus + gpus, self._user_gpus + gpus
+
+    def submit(self, want: Demand, place: Place, now: float) -> Submit:
+        limits, gpus = self.limits, want.gpus_per_engine
+        self._count(1, gpus)
+        why = f"run {want.run}: {want.reason}; {self._room.explain()}"
+        most_s = 0.0
+        if limits.pin:
+            why = f"{why}; {place.node} has the smallest gap that fits"
+            most_s = place.until - now - limits.drain_before_s if place.until < float("inf") else 0.0
+        return Submit(
+            want.run_id, want.run, limits.partition, gpus, why, nodelist=(place.node,) if limits.pin else (),
+            exclude=() if limits.pin else self._exclude, engine=want.engine, cpus=place.cpus, memory_mb=place.memory_mb, most_s=most_s,
+        )  # fmt: skip
+
+
+def why_no_room(room: Room) -> Code:
+    """The first that took GPUs out of the room: what comes later would not have been asked."""
+    if room.claimed:
+        return Code.OTHERS_PENDING
+    if room.waiting:
+        return Code.OWN_PENDING
+    if room.headroom_gpus:
+        return Code.HEADROOM
+    if room.closed:
+        return Code.QUARANTINE
+    if room.booked:
+        return Code.RESERVED
+    return Code.PER_NODE if room.full else Code.NO_ROOM

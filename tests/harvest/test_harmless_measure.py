@@ -1,0 +1,49 @@
+"""What the harmlessness benchmark computes: idle slices, what of them was harvested, and the scale benchmark's own site."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.harmless_measure import Stay, levels, long_slices, percentile, use
+from benchmarks.scale import DEMAND, LIMITS, NOW, busy_site
+from scavenger.harvest.policy import decide
+
+
+def test_percentiles_are_values_that_were_seen() -> None:
+    assert [percentile([3.0, 1.0, 2.0, 4.0], share) for share in (0.5, 0.99, 1.0)] == [2.0, 4.0, 4.0]
+    assert math.isnan(percentile([], 0.5))
+
+
+def test_slices_are_stays_of_idle_slots_that_outlast_a_cold_start() -> None:
+    busy = levels([Stay("a", 1, 10.0, 20.0), Stay("a", 2, 15.0, 40.0), Stay("b", 2, 0.0, 50.0)], "a", 0.0, 50.0)
+    assert busy == [(0.0, 10.0, 0), (10.0, 15.0, 1), (15.0, 20.0, 3), (20.0, 40.0, 2), (40.0, 50.0, 0)]
+    assert sorted(long_slices(busy, 2, 5.0)) == [(0.0, 10.0), (0.0, 15.0), (40.0, 50.0), (40.0, 50.0)]
+    assert sorted(long_slices(busy, 2, 10.0)) == [(0.0, 15.0)]
+
+
+@pytest.mark.parametrize(
+    ("ours", "share"),
+    [
+        ([], 0.0),
+        ([Stay("a", 1, 0.0, 10.0)], 0.5),
+        ([Stay("a", 2, 0.0, 10.0)], 1.0),
+        ([Stay("a", 1, 10.0, 13.0)], 0.0),  # in a slice that ends within a cold start
+        ([Stay("a", 1, 0.0, 5.0), Stay("a", 1, 5.0, 10.0)], 0.5),
+    ],
+)
+def test_what_is_harvested_counts_up_to_the_long_slices(ours: list[Stay], share: float) -> None:
+    others = [Stay("a", 2, 10.0, 11.0), Stay("a", 1, 11.0, 13.0), Stay("a", 2, 13.0, 20.0)]
+    found = use(others, ours, ["a"], 2, 0.0, 20.0, cold_s=5.0)
+    assert (found.total, found.others, found.idle_long) == (40.0, 18.0, 20.0)
+    assert found.share == share
+
+
+def test_a_large_site_is_decided_on_and_its_queue_claims_what_is_idle() -> None:
+    view, ours = busy_site(200, 2000, seed=3)
+    first = decide(view, DEMAND, ours, LIMITS, NOW)
+    assert (first.actions, first.code) == ((), "others_pending")
+    later = decide(view, DEMAND, ours, replace(LIMITS, could_start_since=tuple((job, NOW - 60) for job in first.could_start)), NOW)
+    assert {str(action.code) for action in later.actions} == {"courtesy"}
