@@ -35,7 +35,7 @@ def test_each_step_gets_its_own_groups_whenever_they_come() -> None:
     assert ids(inbox.poll("eval", 1, 9.0)) == [5]
     assert ids(inbox.poll("train", 1, 9.0)) == [2]
     assert ids(inbox.poll("train", 2, 9.0)) == [3, 4]
-    assert run.timeouts == [9.0, 9.0, 0.0, 9.0, 0.0], "no waiting for what is here"
+    assert run.timeouts == [9.0, 9.0, 0.0, 0.0, 0.0], "no waiting for what is here"
 
 
 def test_a_group_that_nobody_submitted_and_one_that_comes_twice_are_errors() -> None:
