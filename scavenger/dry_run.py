@@ -19,23 +19,21 @@ from scavenger.config import DaemonConfig
 from scavenger.errors import ClusterUnavailable
 from scavenger.harvest import policy
 from scavenger.harvest.driver import LEAVE_S
-from scavenger.harvest.health import Health
-from scavenger.harvest.limits import limits_of, rules_of
-from scavenger.harvest.policy import Decision, Submit
+from scavenger.harvest.limits import rules_of
+from scavenger.harvest.policy import Decision, Limits, Submit
 from scavenger.harvest.room import owners
+from scavenger.harvest.standing import Standing
+from scavenger.harvest.tracker import Tracker
 from scavenger.router.machine import Demand
 
 
-def supposed(config: DaemonConfig, gpus_per_engine: int) -> Demand:
-    most = config.harvest.max_engines
+def supposed(most: int, gpus_per_engine: int) -> Demand:
     return Demand(1, "dry-run", most, gpus_per_engine, f"supposed: a run that could use {most} engines")
 
 
-def decide(config: DaemonConfig, view: ClusterView, gpus_per_engine: int, now: float) -> Decision:
-    """What the daemon would do about this view, had it no job yet. Pure but for the user's name, which is this process's."""
-    health = Health(rules_of(config, "dry-run", pwd.getpwuid(os.getuid()).pw_name).health)
-    limits = limits_of(config, health, LEAVE_S, now)
-    return policy.decide(view, [supposed(config, gpus_per_engine)], (), limits, now)
+def decide(view: ClusterView, limits: Limits, gpus_per_engine: int, now: float) -> Decision:
+    """What the daemon would do about this view, had it no job yet. Pure."""
+    return policy.decide(view, [supposed(limits.max_engines, gpus_per_engine)], (), limits, now)
 
 
 def lines(config: DaemonConfig, view: ClusterView, decision: Decision, now: float) -> Iterator[str]:
@@ -64,15 +62,19 @@ def run(
 ) -> None:
     """Print decisions, one look every `cluster.observe_s`; `looks` of them, 0 = until it is stopped."""
     say("dry run: nothing is submitted, and no ledger and no key is written")
-    done = 0
+    standing, info, done = Standing(lambda: config), None, 0
+    tracker = Tracker(rules_of(config, "dry-run", pwd.getpwuid(os.getuid()).pw_name))  # of a daemon without jobs
     while True:
         try:
+            info = info or cluster.info()
             view = cluster.view()
         except ClusterUnavailable as error:
             say(f"  nothing is decided: {error.cause}")
         else:
             now = clock()
-            for line in lines(config, view, decide(config, view, gpus_per_engine, now), now):
+            standing.look()
+            limits = standing.limits(view, info, tracker, LEAVE_S, now)
+            for line in lines(config, view, decide(view, limits, gpus_per_engine, now), now):
                 say(line)
         done += 1
         if done == looks:

@@ -15,6 +15,7 @@ from scavenger.cluster.local import LocalServer
 from scavenger.cluster.model import ClusterInfo, ClusterView, JobSpec
 from scavenger.config import DaemonConfig
 from scavenger.errors import ClusterUnavailable
+from tests.harvest.views import INFO
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +50,7 @@ class Silent:
         self.looks = 0
 
     def info(self) -> ClusterInfo:
-        raise AssertionError("not asked for")
+        return INFO
 
     def view(self) -> ClusterView:
         self.looks += 1
@@ -78,3 +79,12 @@ def test_a_cluster_that_does_not_answer_is_said_and_asked_again(tmp_path: Path) 
     assert "nothing is decided: squeue gave no answer within 20 s" in said[1]
     assert "0 GPUs idle" in said[2]
     assert waits == [7.0]
+
+
+def test_what_stops_the_daemon_stops_its_dry_run(tmp_path: Path) -> None:
+    stop = tmp_path / "stop"
+    stop.write_text("drain maintenance until noon\n")
+    config = DaemonConfig.model_validate({"daemon": {"state_dir": tmp_path}, "harvest": {"stop_file": stop}})
+    said: list[str] = []
+    dry_run.run(config, Silent(), said.append, looks=2, clock=lambda: 1000.0, wait=lambda _s: None)
+    assert "maintenance until noon" in "\n".join(said)

@@ -60,7 +60,11 @@ def private_data(facts: Facts, wanted: Wanted) -> Finding:
         said = f"PrivateData={','.join(hidden)}, and {wanted.user} is {admin}: it sees the whole queue all the same"
         return Finding("private data", Level.OK, said)
     said = f"PrivateData hides {', '.join(hidden)} of others: GPUs that their pending jobs wait for would look idle to us"
-    return Finding("private data", Level.WARNING, said, f"sacctmgr modify user {wanted.user} set adminlevel=operator")
+    remedy = (
+        f"sacctmgr modify user {wanted.user} set adminlevel=operator, and harvest.sees_all_jobs = true; without that only a partition of "
+        "named users, or harvest.sole_user = true, is harvested at all"
+    )
+    return Finding("private data", Level.WARNING, said, remedy)
 
 
 def clock(facts: Facts, wanted: Wanted) -> Finding:

@@ -141,7 +141,8 @@ class Harvester:
         template = read_template(config.harvest.job_template)
         probe = Submit(0, "probe", config.harvest.partition, 1, "")
         job_spec(config, template, config.cluster.backend, self.uid, sights.intent_name("0" * 16), probe)
-        self.config, self._template, self._pace.rules = config, template, pace_of(config)
+        self.config, self._template = config, template
+        self._pace.obey(pace_of(config), self._monotonic())
         self.poke()
 
     def poke(self) -> None:
@@ -220,8 +221,10 @@ class Harvester:
             self._failed(error, seen)
             return
         self._pace.spent(self.cluster.rpc.total - seen, self._monotonic())
-        due = min((leave_by(job, limits) for job in self.tracker.jobs({}) if job.leaving is not Leaving.NO), default=math.inf)
-        self._by = self._monotonic() + max(0.0, due - self._clock())  # who was promised GPUs within a time gets them
+        # Who was promised GPUs within a time gets them. A job that was cancelled is Slurm's to end; one without an id has no name there.
+        promised = [job for job in self.tracker.jobs({}) if job.job_id and job.leaving is Leaving.GIVEN_BACK]
+        due = min((leave_by(job, limits) for job in promised), default=math.inf)
+        self._by = self._monotonic() + max(0.0, due - self._clock())
 
     async def _observe(self, look: Look) -> tuple[ClusterView, Look]:
         """What was seen, and by which look: a look at the queue becomes a whole one where it says too little."""
@@ -400,7 +403,8 @@ class Harvester:
             now = self._monotonic()
             moved = self._poked.is_set() or self.standing.changed or _shape(self._demand()) != self._decided_on
             rests = not self.tracker.intents and not any(d.engines for d in self._demand())
-            due_at, look = self._pace.next(now, expecting=self.tracker.expecting(self._clock()), moved=moved, rests=rests, by=self._by)
+            by = now if self.standing.changed else self._by  # who stops harvesting does not wait for a budget
+            due_at, look = self._pace.next(now, expecting=self.tracker.expecting(self._clock()), moved=moved, rests=rests, by=by)
             if now >= due_at:
                 break
             await first(stop, self._stopping, *([] if moved else [self._poked]), timeout_s=min(DEMAND_TICK_S, due_at - now))

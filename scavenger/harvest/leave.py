@@ -61,6 +61,8 @@ def _ending(view: ClusterView, counted: Census, staying: Sequence[OurJob], limit
     engines = [job for job in staying if not job.waits]
     where = {job.node for job in engines}
     until = begins(view, now)
+    # between two looks nothing is decided: what comes before the next one is now or too late
+    soon_s = limits.drain_before_s + limits.horizon_s if limits.drain_before_s > 0 else 0.0
     out = {node.name: node.states & _OUT for node in view.nodes if node.name in where and node.states & _OUT}
     found: list[Leave] = []
     for job in engines:
@@ -69,11 +71,11 @@ def _ending(view: ClusterView, counted: Census, staying: Sequence[OurJob], limit
             continue  # Slurm told it already, and it is to keep its place in the queue
         ends_at = listed.end_time if listed is not None and listed.holds_gpus else 0.0
         begins_at = until.get(job.node, float("inf"))
-        if begins_at - now <= limits.drain_before_s:
+        if begins_at - now <= soon_s:
             found.append(_go(job, f"a reservation begins on {job.node} in {max(0.0, begins_at - now):.0f} s", Code.RESERVED))
         elif job.node in out:
             found.append(_go(job, f"{job.node} is taken out of service: {', '.join(sorted(out[job.node]))}", Code.DRAINED))
-        elif ends_at > 0 and limits.drain_before_s > 0 and ends_at - now <= limits.drain_before_s:
+        elif ends_at > 0 and soon_s > 0 and ends_at - now <= soon_s:
             found.append(_go(job, f"its time limit comes in {max(0.0, ends_at - now):.0f} s", Code.ENDING))
     return found
 

@@ -84,7 +84,7 @@ def limits_of(
         drain_before_s=harvest.drain_before_s,
         min_life_s=min(LEAST_LIFE_S, harvest.time_limit_s) + harvest.drain_before_s,
         fresh_after_s=harvest.fresh_after_s,
-        pin=harvest.placement == "node",
+        pin=harvest.placement == "node" and not harvest.constraint,  # which nodes have the features is Slurm's to know
         user=user,
         stop=stop.reason if stop is not None else "",
         stop_now=stop is not None and stop.at_once,

@@ -85,6 +85,12 @@ class Pace:
         self._look_at, self._retry_at = now, now + wait_s
         return wait_s
 
+    def obey(self, rules: PaceRules, now: float) -> None:
+        """Other rules from now on. What was saved up under a larger limit is not spent under a smaller one."""
+        self._save(now)
+        self.rules, self._most = rules, rules.max_rpc_per_min * SAVED_MIN
+        self._saved = max(-self._most, min(self._saved, self._most))
+
     # ---------------------------------------------------------------- what is next
 
     def next(self, now: float, *, expecting: bool, moved: bool, rests: bool, by: float = math.inf) -> tuple[float, Look]:
@@ -106,7 +112,10 @@ class Pace:
         if expecting:
             quick_at = self._look_at + max(rules.floor_s, rules.quick_s) * self._stretch
             full = (max(quick_at, self._affordable(Look.FULL, now)), Look.FULL)
-            jobs = (max(quick_at, self._affordable(Look.JOBS, now)), Look.JOBS)
+            # never at the expense of the next regular look, which decides: this one only sees
+            left = self._saved + max(0.0, regular_at - now) * rules.max_rpc_per_min / 60.0 - self._cost[Look.FULL]
+            jobs_at = self._affordable(Look.JOBS, now) if left >= self._cost[Look.JOBS] else math.inf
+            jobs = (max(quick_at, jobs_at), Look.JOBS)
             due = min(due, full if full[0] <= jobs[0] else jobs)
         return due
 

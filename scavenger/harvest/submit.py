@@ -16,6 +16,9 @@ from scavenger.harvest.others import OWN_LIMIT, Census, Ground
 from scavenger.harvest.room import Place, Room, room_of
 from scavenger.router.machine import Demand
 
+#: A job that waits this many times `fresh_after_s` for a node that looks free is held back by what we do not see.
+STUCK = 4.0
+
 
 def submit(
     view: ClusterView,
@@ -84,7 +87,7 @@ def _move(
             continue
         place = room.take(want.gpus_per_engine, drafts.limits.cpus_per_engine, drafts.limits.memory_mb_per_engine)
         if place is None:
-            break
+            continue  # a smaller engine may still fit
         drafts.drop(job)
         actions.append(CancelPending(job.intent_id, f"{why}, and a fresh one can start now", Code.FRESH))
         actions.append(drafts.submit(want, place, now))
@@ -139,6 +142,11 @@ def _wait_or_move(
                 found.append((job, f"it has waited for {job.pinned} for {now - job.since:.0f} s"))
             continue
         room.keep(job.pinned, job.gpus)
+        stuck_s = now - job.since
+        if job.pinned and movable and begins_s <= 0 and stuck_s >= STUCK * limits.fresh_after_s:
+            said = f" ({listed.reason})" if listed is not None and listed.reason else ""
+            found.append((job, f"{job.pinned} has room, and Slurm has not started it there for {stuck_s:.0f} s{said}"))
+            room.spaces.pop(job.pinned, None)  # it knows why; another node is taken, or none
     return found
 
 

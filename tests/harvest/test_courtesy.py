@@ -261,6 +261,7 @@ def test_a_stop_drains_and_one_in_a_hurry_cancels() -> None:
         ({"pinned": "node1", "since": NOW - 31}, {"reason": "Resources"}, ("node1",), True),
         ({"pinned": "node1", "since": NOW - 29}, {"reason": "Resources"}, ("node1",), False),
         ({"pinned": "node1", "since": NOW - 99}, {"reason": "Resources"}, (), False),  # its node is free: it will start
+        ({"pinned": "node1", "since": NOW - 121}, {"reason": "Resources"}, (), True),  # it looks free, and Slurm does not start it
         ({"since": NOW - 99}, {"reason": "Resources"}, ("node1",), False),
     ],
 )

@@ -62,9 +62,24 @@ def test_over_ten_minutes_the_average_stays_below_what_the_site_allows_whatever_
 
 
 def test_a_look_at_the_queue_alone_is_taken_where_a_whole_one_is_too_dear() -> None:
-    looks = play(3600, expecting=True)
+    looks = play(3600, replace(RULES, max_rpc_per_min=6.0), expecting=True)
     kinds = [look for at, look in looks if at > 1800]
-    assert kinds.count(Look.JOBS) > 2 * kinds.count(Look.FULL) > 0
+    assert kinds.count(Look.JOBS) > kinds.count(Look.FULL) > 0
+
+
+@pytest.mark.parametrize("most", [4.0, 5.0, 6.0, 12.0])
+def test_looks_at_the_queue_are_never_at_the_expense_of_the_regular_ones_which_decide(most: float) -> None:
+    whole = [at for at, look in play(3600, replace(RULES, max_rpc_per_min=most), expecting=True) if look is Look.FULL]
+    assert max(later - before for before, later in itertools.pairwise(whole)) <= 60.0 + 1e-6
+
+
+def test_other_rules_hold_at_once() -> None:
+    pace = Pace(replace(RULES, max_rpc_per_min=60.0), EVEN, 0.0)
+    pace.obey(RULES, 0.0)
+    pace.spent(int(RULES.max_rpc_per_min * SAVED_MIN), 0.0)
+    pace.looked(Look.FULL, 4, 0.0)
+    due, _ = pace.next(0.0, expecting=False, moved=True, rests=False)
+    assert due >= 60.0, "what was saved up under the larger limit is gone"
 
 
 def test_the_budget_puts_the_regular_look_off_by_one_interval_at_most() -> None:

@@ -61,8 +61,9 @@ def run_toml(model: ModelFacts, data: DataFacts, wish: Wish) -> str:
     context, answer = lengths(model.context, wish.longest)
     ranks, large = max(1, wish.gpus * wish.nodes), model.parameters >= LARGE
     engine_gpus = next((n for n in (1, 2, 4, 8) if 2 * model.parameters / n < 0.5 * wish.gpu_gb * memory.GB), 8)
-    job = Job(ranks, wish.gpu_gb, MICRO_TOKENS, large, model.parameters, False, True, 0.9, engine_gpus)
-    share = memory.share_beside(shape_of(model), job) if wish.gpus else 0.9
+    workers = ranks if engine_gpus == 1 else 0  # a reserved engine has one GPU
+    job = Job(ranks, wish.gpu_gb, MICRO_TOKENS, large, model.parameters, False, bool(workers), 0.9, engine_gpus)
+    share = memory.share_beside(shape_of(model), job) if wish.gpus and workers else 0.9
     sections = [
         _head(model, data, wish),
         _run(wish, engine_gpus),
@@ -71,7 +72,7 @@ def run_toml(model: ModelFacts, data: DataFacts, wish: Wish) -> str:
         _sampling(model, answer),
         _engine(wish, share),
         _reward(data, wish),
-        _training(data, wish, ranks, large),
+        _training(data, wish, workers, large),
     ]
     return "\n".join(sections)
 
@@ -182,7 +183,7 @@ on_reward_error = "stop"            # or "mask": answers that cannot be judged a
 """
 
 
-def _training(data: DataFacts, wish: Wish, ranks: int, large: bool) -> str:
+def _training(data: DataFacts, wish: Wish, workers: int, large: bool) -> str:
     held_out = f"path = {_s(data.held_out)}\n" if data.held_out else "#path = ...         # held-out rows; else taken out of data.path\n"
     problems = 256 if data.held_out or len(data.rows) >= 200 else max(1, len(data.rows) // 5)
     return f"""[algorithm]
@@ -198,7 +199,7 @@ warmup_steps = 10
 rank = 0                            # above 0: adapters of that rank are trained, not all weights
 
 [reserved]
-workers = {ranks}                         # engines on the training job's own GPUs, one each
+workers = {workers}                         # engines on the training job's own GPUs, one each
 wake_after_s = 30.0
 
 [checkpoint]

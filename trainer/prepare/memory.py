@@ -82,6 +82,9 @@ def problem(shape: Shape, job: Job) -> tuple[str, str]:
             f"{job.engine_share * job.gpu_gb:.1f} GB: too little is left for its cache",
             "raise run.gpus_per_engine, or engine.gpu_memory_share",
         )
+    whole = asks.engine * job.engine_gpus
+    if job.reserved and whole > 0.85 * job.engine_share * job.gpu_gb:
+        return f"a reserved engine has one GPU, and the model's weights take {whole:.1f} GB of it", "set reserved.workers = 0"
     if job.reserved and asks.states + job.engine_share * job.gpu_gb > asks.usable:
         share = (asks.usable - asks.states) / job.gpu_gb
         if share * job.gpu_gb * 0.85 > asks.engine:
