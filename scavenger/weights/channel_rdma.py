@@ -32,6 +32,7 @@ class RdmaChannel:
         self._renewed_at = time.monotonic()
         self._own: Any = None
         self._closing = False
+        self.failed = False  # NIXL did, whatever the holder's ordinary connection does
 
     @classmethod
     def connect(cls, source: wire.WeightSource, manifest: Manifest, patience_s: float) -> RdmaChannel:
@@ -69,11 +70,15 @@ class RdmaChannel:
             return found
         if not self._asked:
             return None
-        if self._own is None:
-            self._own = self._agent.own(into)
         chunk = self._asked.popleft()
         start, stop = self._manifest.chunk_range(chunk)
-        self._agent.read(self._peer, self._base + start, into[: stop - start], self._patience_s, lambda: self._closing)
+        try:
+            if self._own is None:
+                self._own = self._agent.own(into)
+            self._agent.read(self._peer, self._base + start, into[: stop - start], self._patience_s, lambda: self._closing)
+        except OSError:
+            self.failed = not self._closing
+            raise
         heard()
         return Part(self._manifest.version, chunk, stop - start)
 

@@ -23,13 +23,17 @@ _log = structlog.get_logger(__name__)
 
 
 class Opener:
-    """Of one source. Errors of a connection are `OSError` or `WireError`."""
+    """Of one source. Errors of a connection are `OSError` or `WireError`.
 
-    def __init__(self, source: wire.WeightSource, keypair: KeyPair, context: SharedContext, patience_s: float) -> None:
+    `no_nixl`: the endpoints with which NIXL failed, shared by all who open; a holder that starts anew has another.
+    """
+
+    def __init__(self, source: wire.WeightSource, keypair: KeyPair, context: SharedContext, patience_s: float, no_nixl: set[str]) -> None:
         self._source, self._keypair, self._context, self._patience_s = source, keypair, context, patience_s
         self._near = source.local.partition(":")[0] == boot_id()
         self._told = False  # that its memory could not be had
         self._no_nixl = not source.nixl
+        self._failed = no_nixl
 
     def open(self, manifest: Manifest) -> Channel:
         source = self._source
@@ -41,6 +45,12 @@ class Opener:
         if source.server_key:
             return ZmqChannel(source, manifest.version, self._keypair, self._context, manifest.chunk_nbytes)
         return self._by_nixl(manifest) or TcpChannel.connect(source, manifest.version, self._patience_s)
+
+    def nixl_failed(self, reason: str) -> None:
+        """It connected, and then did not carry the bytes: TCP from here on, or it would connect and fail for ever."""
+        if self._source.endpoint not in self._failed:
+            _log.warning("weights.nixl_failed", source=self._source.endpoint, reason=f"{reason}; it is read by TCP from here on")
+        self._failed.add(self._source.endpoint)
 
     def _neighbour(self, manifest: Manifest) -> Channel | None:
         if not self._near:
@@ -54,7 +64,7 @@ class Opener:
             return None
 
     def _by_nixl(self, manifest: Manifest) -> Channel | None:
-        if self._no_nixl:
+        if self._no_nixl or self._source.endpoint in self._failed:
             return None
         try:
             return RdmaChannel.connect(self._source, manifest, self._patience_s)

@@ -53,10 +53,12 @@ class Pull:
         arrived: Callable[[int], None] | None = None,
         base: tuple[Manifest, Buffer] | None = None,
         buffer: Buffer | None = None,
+        no_nixl: set[str] | None = None,
     ) -> None:
         """`arrived` is told each verified chunk, from any thread. `seed`: this receiver's own order of chunks; None = random.
 
         `base`: verified weights that are here, which deltas may start from. `buffer`: memory of the version's size that nobody reads.
+        `no_nixl`: endpoints not to be read by NIXL; those with which it fails are added.
         """
         self.manifest = manifest
         self.buffer = buffer or Buffer(manifest.total_nbytes)
@@ -71,6 +73,7 @@ class Pull:
         seed = random.getrandbits(32) if seed is None else seed
         self.transfer = Transfer(manifest, 0, self.limits, clock(), blob=self.buffer.view, seed=seed)
         self.context = SharedContext()
+        self.no_nixl = no_nixl if no_nixl is not None else set()
         self._sources: list[wire.WeightSource] = []
         self._streams: list[_Stream] = []
         self._stuck: list[_Stream] = []  # of earlier tries
@@ -215,7 +218,7 @@ class _Stream(threading.Thread):
         self._transfer = pull.transfer  # not the next one's, when this is left behind
         self.left = False  # the pull went on without it (under its lock): what it still gets is of no use
         self._channel: Channel | None = None
-        self._opener = Opener(source, pull.keypair, pull.context, pull.limits.stall_s)
+        self._opener = Opener(source, pull.keypair, pull.context, pull.limits.stall_s, pull.no_nixl)
         self._into = memoryview(bytearray(pull.manifest.chunk_nbytes))
         self._made: memoryview | None = None  # where deltas are applied
         self._bad_deltas = 0
@@ -251,7 +254,11 @@ class _Stream(threading.Thread):
             pull.news()
 
     def _lost(self, reason: str) -> None:
+        channel = self._channel
         self._disconnect()
+        if isinstance(channel, RdmaChannel) and channel.failed:
+            self._opener.nixl_failed(reason)
+            self._into = memoryview(bytearray(self._pull.manifest.chunk_nbytes))  # a read that failed may write the old one yet
         pull = self._pull
         if not (self.left or pull.ended.is_set()):
             if reason != self._complaint:  # once, not each time that it is tried again

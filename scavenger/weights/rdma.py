@@ -13,15 +13,18 @@ import secrets
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
+import structlog
 
 from scavenger.errors import WeightsError
 from scavenger.weights.memory import Buffer
 
 BACKEND = "UCX"
+_log = structlog.get_logger(__name__)
 _REMEDY = 'install it on both sides: pip install "scavenger[nixl]"'
 
 
@@ -47,10 +50,13 @@ class Agent:
         except Exception as error:
             raise WeightsError(f"NIXL does not start: {type(error).__name__}: {error}", _REMEDY) from error
         self._exposed: weakref.WeakKeyDictionary[Buffer, Any] = weakref.WeakKeyDictionary()
+        self._over: deque[Any] = deque()  # registrations that nobody needs any more
+        self._stuck: list[memoryview] = []  # what NIXL would not let go of, and may still write
 
     def expose(self, buffer: Buffer, ranges: Iterable[tuple[int, int]]) -> tuple[bytes, int]:
         """Let these bytes of a buffer be read from elsewhere, until it goes. Returns the metadata for a reader, and where byte 0 lies."""
         with self._lock:
+            self._deregister()  # first: new memory may lie where the old did
             base = address_of(buffer.view)
             known = self._exposed.get(buffer)
             if known is None:
@@ -60,8 +66,20 @@ class Agent:
             return self._agent.get_partial_agent_metadata(known, True, [BACKEND]), base
 
     def _forget(self, registered: Any) -> None:
-        with self._lock:
-            self._agent.deregister_memory(registered)
+        """Waits for nothing: a collector calls it wherever it likes, also in a thread that has the lock. Then the next call deregisters."""
+        self._over.append(registered)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._deregister()
+            finally:
+                self._lock.release()
+
+    def _deregister(self) -> None:  # under the lock
+        while self._over:
+            try:
+                self._agent.deregister_memory(self._over.popleft())
+            except Exception as error:  # noqa: BLE001 - NIXL's own have no class in common; what failed before must stay the reason
+                _log.warning("weights.nixl_not_deregistered", reason=f"{type(error).__name__}: {error}")
 
     def meet(self, metadata: bytes) -> str:
         """The name of the agent that a holder told of. Raises `OSError`."""
@@ -72,16 +90,23 @@ class Agent:
                 raise ConnectionError(f"NIXL cannot use the holder's metadata: {error}") from error
 
     def own(self, view: memoryview) -> Any:
-        """Make memory of this process one that bytes are read into; to be given to `disown`."""
+        """Make memory of this process one that bytes are read into; to be given to `disown`. Raises `OSError`."""
         with self._lock:
-            return self._agent.register_memory([(address_of(view), len(view), 0, "")], "DRAM")
+            self._deregister()
+            try:
+                return self._agent.register_memory([(address_of(view), len(view), 0, "")], "DRAM")
+            except Exception as error:
+                raise ConnectionError(f"NIXL cannot use this process's memory: {type(error).__name__}: {error}") from error
 
     def disown(self, registered: Any) -> None:
-        self._forget(registered)
+        """What NIXL says against it is told in the log."""
+        self._over.append(registered)
+        with self._lock:
+            self._deregister()
 
     def read(self, peer: str, remote: int, into: memoryview, patience_s: float, ended: Callable[[], bool]) -> None:
         """Fill `into` from the peer's memory at `remote`. Raises `OSError` when it fails, takes longer, or `ended` says so."""
-        handle, until, pause_s = None, time.monotonic() + patience_s, 1e-5
+        handle, until, pause_s, released = None, time.monotonic() + patience_s, 1e-5, True
         try:
             with self._lock:
                 here = self._agent.get_xfer_descs([(address_of(into), len(into), 0)], "DRAM")
@@ -103,10 +128,20 @@ class Agent:
             raise ConnectionError(f"NIXL: {type(error).__name__}: {error}") from error
         finally:
             if handle is not None:
-                with self._lock:
-                    self._agent.release_xfer_handle(handle)
-        if state != "DONE":
-            raise ConnectionError(f"NIXL: the transfer ended as {state}")
+                released = self._release(handle, into)
+        if state != "DONE" or not released:
+            raise ConnectionError(f"NIXL: the transfer ended as {state}{'' if released else ' and cannot be released'}")
+
+    def _release(self, handle: Any, into: memoryview) -> bool:
+        """End a transfer. One that cannot be ended may write yet, so its memory stays for good: nobody else is given it."""
+        try:
+            with self._lock:
+                self._agent.release_xfer_handle(handle)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._stuck.append(into)
+            _log.warning("weights.nixl_not_released", reason=f"{type(error).__name__}: {error}")
+            return False
+        return True
 
 
 @functools.cache

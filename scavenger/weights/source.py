@@ -32,6 +32,7 @@ SEND_S = 30.0
 LEASE_S = 15.0
 MAX_CONNECTIONS = 256  # over the network; and as many again from this node
 UNPROVEN_S = 5.0  # a connection that has not shown that it knows a token ends after so long in all
+ACCEPT_AGAIN_S = 0.1  # after an accept that failed
 _PIECE = 256 << 10  # a paced source sends so much at a time
 _log = structlog.get_logger(__name__)
 
@@ -76,12 +77,13 @@ class WeightSource:
                 server = socket.create_server((socket.gethostbyname(listen), 0), backlog=64)
                 port = server.getsockname()[1]
                 self._listen(server)
-        except (OSError, WeightsError) as error:
+            self.local = self._listen_locally() if local else ""
+        except (OSError, RuntimeError, WeightsError) as error:  # also: no thread for it
+            self.close()
             cause = f"the weights source cannot bind {listen}: {error}"
             raise WeightsError(cause, "set weights.listen to an interface of this host") from error
         self.endpoint = f"tcp://{host}:{port}"
         self.server_key = self._curve.server_key if self._curve else ""
-        self.local = self._listen_locally() if local else ""
 
     @property
     def stats(self) -> SourceStats:
@@ -172,8 +174,12 @@ class WeightSource:
 
     def _listen(self, server: socket.socket) -> None:
         thread = threading.Thread(target=self._accept, args=(server,), name="weights-source", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            server.close()
+            raise
         self._listeners.append((server, thread))
-        thread.start()
 
     def _listen_locally(self) -> str:
         """A socket in the abstract namespace: no file that could outlive the process."""
@@ -185,22 +191,35 @@ class WeightSource:
         return f"{boot_id()}:{name}"
 
     def _accept(self, server: socket.socket) -> None:
+        complaint = ""
         while not self._closed.is_set():
             try:
-                sock, _ = server.accept()
-            except OSError as error:
-                if not self._closed.is_set():
-                    _log.error("weights.source_stopped", reason=str(error))
+                self._welcome(server.accept()[0])
+                complaint = ""
+            except (OSError, RuntimeError) as error:  # no descriptor, no thread, a receiver that went: the next may be served
+                if str(error) != complaint and not self._closed.is_set():  # once, not with each try
+                    _log.error("weights.not_accepted", reason=str(error))
+                complaint = str(error)
+                self._closed.wait(ACCEPT_AGAIN_S)
+
+    def _welcome(self, sock: socket.socket) -> None:
+        """Raises `RuntimeError` where no thread can be had."""
+        number = next(self._numbers)
+        with self._lock:
+            if self._closed.is_set() or not self._room(sock.family):
+                self.stats.dropped += 1
+                sock.close()
                 return
-            number = next(self._numbers)
-            with self._lock:
-                if self._closed.is_set() or not self._room(sock.family):
-                    self.stats.dropped += 1
-                    sock.close()
-                    continue
-                one = self._open[number] = _Connection(sock)
-                one.thread = threading.Thread(target=self._serve, args=(one, number), name=f"weights-serve-{number}", daemon=True)
+            one = _Connection(sock)
+            one.thread = threading.Thread(target=self._serve, args=(one, number), name=f"weights-serve-{number}", daemon=True)
+            self._open[number] = one
+            try:
                 one.thread.start()
+            except RuntimeError:
+                del self._open[number]
+                self.stats.dropped += 1
+                sock.close()
+                raise
 
     def _room(self, family: int) -> bool:
         """Whether one more of this kind may come: the oldest that has proven nothing makes room for it. Under the lock."""

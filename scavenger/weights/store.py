@@ -62,6 +62,7 @@ class Store:
         self._served: dict[int, bytes] = {}  # version -> root
         self._pull: Pull | None = None  # under way, or unfinished
         self._pool = Pool(most=1)
+        self._no_nixl: set[str] = set()  # endpoints with which it failed
         self._more: wire.UseWeights | None = None  # further holders that were named last
         self.verify_s = 0.0  # thread seconds that the last version's hashes took
         self._one = asyncio.Lock()  # a pull that was cancelled ends before the next begins
@@ -82,7 +83,9 @@ class Store:
             newest = self._held[max(self._held)] if self._held else None
             work = self._pull = None  # what arrived of another version is of no use
             memory = self._pool.take(manifest.total_nbytes)
-            work = self._pull = Pull(manifest, self._keypair, limits=self._limits, clock=self._clock, base=newest, buffer=memory)
+            work = self._pull = Pull(
+                manifest, self._keypair, limits=self._limits, clock=self._clock, base=newest, buffer=memory, no_nixl=self._no_nixl
+            )
         else:
             work.again(manifest)
         more = self._more.sources if self._more is not None and self._more.version == weights.version else ()
@@ -111,15 +114,25 @@ class Store:
     # ---------------------------------------------------------------- serving
 
     def _now_held(self, manifest: Manifest, buffer: Buffer, weights: wire.UseWeights) -> Buffer:
+        """What is verified is used, whether or not it can be served on."""
         self._held[manifest.version] = (manifest, buffer)
-        source = self._serving(weights)
-        if source is not None:
-            if self._served.get(manifest.version) != manifest.root:
-                source.withdraw(manifest.version)  # another history's weights of the same number
-            told = source.publish(manifest, buffer)
-            source.completed(manifest.version)
-            self._tell(wire.Serving(manifest.version, manifest.root, told))
+        try:
+            self._serve_on(manifest, buffer, weights)
+        except WeightsError as error:
+            _log.warning("weights.not_served_on", reason=str(error))
+            if self._source is not None:
+                self._withdrawn(self._source)  # the next version is served by a new one
         return buffer
+
+    def _serve_on(self, manifest: Manifest, buffer: Buffer, weights: wire.UseWeights) -> None:
+        source = self._serving(weights)
+        if source is None:
+            return
+        if self._served.get(manifest.version) != manifest.root:
+            source.withdraw(manifest.version)  # another history's weights of the same number
+        told = source.publish(manifest, buffer)
+        source.completed(manifest.version)
+        self._tell(wire.Serving(manifest.version, manifest.root, told))
 
     def _serve_partial(self, work: Pull, weights: wire.UseWeights) -> None:
         source, manifest = self._serving(weights), work.manifest
@@ -160,7 +173,10 @@ class Store:
         return self._source
 
     def _withdrawn(self, source: WeightSource) -> list[tuple[Manifest, Buffer]]:
-        """The run began to encrypt: nothing more leaves this process in the clear. Returns what is to be served anew."""
+        """End our source: it stopped, or the run began to encrypt and nothing more leaves this process in the clear.
+
+        Returns what is to be served anew.
+        """
         for version, root in self._served.items():
             self._say(wire.Serving(version, root, None))
         source.close()

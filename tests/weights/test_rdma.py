@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import structlog
 
-from scavenger import keys
+from scavenger import keys, wire
 from scavenger.errors import ConfigError, WeightsError
 from scavenger.weights import manifest as manifests
-from scavenger.weights import opener, rdma
+from scavenger.weights import opener, pull, rdma
 from scavenger.weights.channel_rdma import RdmaChannel
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
 from scavenger.weights.pull import Pull
 from scavenger.weights.source import WeightSource
+from scavenger.weights.store import Store
 from scavenger.weights.transfer import Limits
 from tests.weights.test_shared_version import published, shared, sources
 
@@ -121,3 +124,146 @@ def test_nixl_and_encryption_exclude_each_other() -> None:
     }
     with pytest.raises((ConfigError, ValueError), match="set one of them"):
         RunConfig.model_validate(sections)
+
+
+class NixlFault(Exception):
+    """NIXL's own exceptions are neither `OSError` nor one of ours."""
+
+
+class StandIn:
+    """In place of NIXL's agent, where NIXL is not installed: metadata and connecting work, no byte comes, and `broken` calls raise."""
+
+    broken: frozenset[str] = frozenset()
+    state = "PROC"
+
+    def __init__(self, *_: object) -> None:
+        self.calls: list[str] = []
+        self.registered: set[int] = set()
+        self.during: Callable[[], None] = lambda: None  # what a collector does within a registration
+
+    def _call(self, name: str) -> None:
+        self.calls.append(name)
+        if name in self.broken:
+            raise NixlFault(f"{name}: NIXL_ERR_BACKEND")
+
+    def register_memory(self, _pieces: object, _kind: str) -> int:
+        self._call("register_memory")
+        self.during()
+        self.registered.add(len(self.calls))
+        return len(self.calls)
+
+    def deregister_memory(self, registered: int) -> None:
+        self._call("deregister_memory")
+        self.registered.remove(registered)
+
+    def get_partial_agent_metadata(self, *_: object) -> bytes:
+        return b"metadata"
+
+    def add_remote_agent(self, _metadata: bytes) -> bytes:
+        self._call("add_remote_agent")
+        return b"peer"
+
+    def get_xfer_descs(self, *_: object) -> str:
+        return "descs"
+
+    def initialize_xfer(self, *_: object) -> str:
+        return "handle"
+
+    def transfer(self, _handle: str) -> str:
+        return self.state
+
+    def check_xfer_state(self, _handle: str) -> str:
+        return self.state
+
+    def release_xfer_handle(self, _handle: str) -> None:
+        self._call("release_xfer_handle")
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> dict[str, rdma.Agent]:
+    """This process's agents, with the stand-in for NIXL; what is known of it is its interface, not how it fails."""
+    module = ModuleType("nixl._api")
+    vars(module).update(nixl_agent=StandIn, nixl_agent_config=SimpleNamespace)
+    monkeypatch.setitem(sys.modules, "nixl", ModuleType("nixl"))
+    monkeypatch.setitem(sys.modules, "nixl._api", module)
+    agents = {role: rdma.Agent() for role in ("serve", "read")}
+    monkeypatch.setattr(rdma, "shared", agents.__getitem__)
+    monkeypatch.setattr(rdma, "installed", lambda: True)
+    for owner in (opener, pull, rdma):
+        monkeypatch.setattr(owner, "_log", structlog.get_logger())
+    return agents
+
+
+@pytest.mark.parametrize(
+    ("broken", "state", "reason"),
+    [
+        ({"register_memory"}, "PROC", "cannot use this process's memory: NixlFault"),
+        ({"release_xfer_handle", "deregister_memory"}, "PROC", "no chunk for 0.2 s"),
+        ({"release_xfer_handle"}, "DONE", "cannot be released"),
+        (set(), "PROC", "no chunk for 0.2 s"),
+        (set(), "ERR", "the transfer ended as ERR"),
+    ],
+)
+def test_where_nixl_connects_and_then_carries_nothing_tcp_does_and_nixl_is_not_tried_again(
+    stand_in: dict[str, rdma.Agent], monkeypatch: pytest.MonkeyPatch, broken: set[str], state: str, reason: str
+) -> None:
+    """With a stand-in for NIXL's agent."""
+    manifest, buffer = version()
+    second, other = version()
+    second = manifests.seal(2, second.tensors, second.chunk_hashes, chunk_nbytes=second.chunk_nbytes)
+    reads: StandIn = stand_in["read"]._agent
+    monkeypatch.setattr(reads, "broken", frozenset(broken))
+    monkeypatch.setattr(reads, "state", state)
+    store = Store(keys.generate(), lambda _s: None, lambda: "127.0.0.1", limits=Limits(stall_s=0.2, backoff_s=0.01))
+    try:
+        with WeightSource(local=False, nixl=True) as source, structlog.testing.capture_logs() as logs:
+            address = source.publish(manifest, buffer)
+            assert address.nixl
+            assert asyncio.run(store.get(manifest, wire.UseWeights(1, b"m", (address,)), 10.0)).view == buffer.view
+            assert source.stats.parts >= len(manifest.chunk_hashes)
+            tried = len(reads.calls)
+            assert tried
+            later = source.publish(second, other)
+            assert asyncio.run(store.get(second, wire.UseWeights(2, b"m", (later,)), 10.0)).view == other.view
+            assert len(reads.calls) == tried, "NIXL was not used again"
+    finally:
+        store.close()
+    told = [line["reason"] for line in logs if line["event"] == "weights.nixl_failed"]
+    assert len(told) == 1
+    assert reason in told[0]
+    assert not reads.registered or "deregister_memory" in broken
+
+
+def test_a_pull_that_ends_while_nixl_reads_says_nothing_against_nixl(stand_in: dict[str, rdma.Agent]) -> None:
+    """With a stand-in for NIXL's agent."""
+    manifest, buffer = version()
+    with WeightSource(local=False, nixl=True) as source:
+        work = Pull(manifest, keys.generate(), limits=Limits(stall_s=30.0))
+        work.offer([source.publish(manifest, buffer)])
+        with pytest.raises(WeightsError, match=r"not complete after 0\.3 s"):
+            asyncio.run(work.finish(0.3))
+    assert "release_xfer_handle" in stand_in["read"]._agent.calls
+    assert not work.no_nixl
+
+
+def test_a_buffer_that_a_collector_ends_within_a_registration_is_deregistered_and_nobody_waits_for_ever(
+    stand_in: dict[str, rdma.Agent],
+) -> None:
+    """With a stand-in for NIXL's agent."""
+    agent = stand_in["serve"]
+    nixl: StandIn = agent._agent
+    buffers = [Buffer(10), Buffer(10)]
+    agent.expose(buffers[0], [(0, 10)])
+    nixl.during = lambda: buffers.pop(0) and None  # the last reference goes here, as with a cycle that is collected
+    kept = buffers[1]
+    done = threading.Thread(target=agent.expose, args=(kept, [(0, 10)]), daemon=True)
+    done.start()
+    done.join(5.0)
+    assert not done.is_alive(), "it waits for its own lock"
+    nixl.during = lambda: None
+    agent.expose(kept, [(0, 10)])
+    assert nixl.calls == ["register_memory", "register_memory", "deregister_memory"]
+    assert len(nixl.registered) == 1
+    del kept
+    buffers.clear()
+    assert not nixl.registered, "memory that nobody uses is not kept from the system until a next version comes"

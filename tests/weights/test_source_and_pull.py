@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import socket
 import threading
@@ -594,3 +595,60 @@ def test_a_chunk_outside_the_version_is_refused() -> None:
         finally:
             asking.close()
             context.term()
+
+
+class Unwilling:
+    """A listening socket whose first accepts fail, as with too many open files."""
+
+    def __init__(self, sock: socket.socket, failures: list[OSError]) -> None:
+        self._sock, self.failures = sock, failures
+
+    def accept(self) -> tuple[socket.socket, object]:
+        if self.failures:
+            raise self.failures.pop()
+        return self._sock.accept()
+
+
+def test_an_accept_that_fails_does_not_end_a_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    failures = [OSError(errno.EMFILE, "Too many open files"), OSError(errno.ECONNABORTED, "Software caused connection abort")]
+    accept = WeightSource._accept
+    monkeypatch.setattr(WeightSource, "_accept", lambda self, sock: accept(self, Unwilling(sock, failures)))  # type: ignore[arg-type]
+    manifest, blob = version(1)
+    with WeightSource(local=False) as source:
+        assert get(manifest, source.publish(manifest, blob)) == blob
+        assert not failures
+        source.publish(*version(2))
+    assert not any(thread.is_alive() for _, thread in source._listeners)
+
+
+def test_a_connection_for_which_there_is_no_thread_does_not_end_a_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, refused = threading.Thread.start, []
+
+    def begin(thread: threading.Thread) -> None:
+        if thread.name.startswith("weights-serve-") and len(refused) < 2:
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", begin)
+    manifest, blob = version(1)
+    with WeightSource(local=False) as source:
+        assert get(manifest, source.publish(manifest, blob)) == blob
+        assert len(refused) == 2
+        assert source.stats.dropped == 2
+
+
+def test_a_source_that_finds_no_thread_for_its_neighbours_leaves_no_listener(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[threading.Thread] = []
+    start = threading.Thread.start
+
+    def begin(thread: threading.Thread) -> None:
+        if begun:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+        begun.append(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", begin)
+    with pytest.raises(WeightsError, match="can't start new thread"):
+        WeightSource()
+    assert not begun[0].is_alive()

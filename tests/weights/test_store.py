@@ -286,3 +286,20 @@ def test_a_third_version_is_written_where_the_first_was_once_nobody_reads_that()
         assert reading == published[1][1][:10]
 
     asyncio.run(main())
+
+
+def test_a_source_that_stopped_keeps_nothing_from_use_and_a_new_one_serves_the_next_version() -> None:
+    async def main() -> None:
+        published = [version(number) for number in (1, 2, 3)]
+        async with engines(2) as (engine, other):
+            with WeightSource(local=False, keep=4) as trainer:
+                addresses = [trainer.publish(*made) for made in published]
+                await engine.get(published[0][0], addresses[0])
+                assert engine.store._source is not None
+                engine.store._source.close()
+                assert await engine.get(published[1][0], addresses[1]) == published[1][1]
+                assert engine.said[-1].source is None, "nobody is sent to what serves no more"
+                assert await engine.get(published[2][0], addresses[2]) == published[2][1]
+            assert await other.get(published[2][0], engine.address()) == published[2][1]
+
+    asyncio.run(main())
