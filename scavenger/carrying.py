@@ -75,14 +75,24 @@ def take_up(config: DaemonConfig) -> Choice:
     return choice
 
 
-def put_down(config: DaemonConfig) -> None:
-    """After a daemon ended well: leave a whole copy. Raises `LedgerError`; an earlier copy stays then."""
+def put_down(config: DaemonConfig, granted: int) -> None:
+    """After a daemon ended well, of generation `granted`: leave a whole copy. Raises `LedgerError`; an earlier copy stays then.
+
+    The ledger is nobody's by now. A copy in which another daemon has begun is no end of anything: that one writes on, and leaves its own.
+    """
     if store.sqlite_file(config.ledger_url) is None:
         return
     carried = path_in(config.daemon.state_dir)
     fresh = carried.with_name(f".{carried.name}.new")
     fresh.unlink(missing_ok=True)
     backup.backup(config.ledger_url, fresh)
+    newest = _age(fresh, "mode=ro&immutable=1").generation
+    if newest != granted:
+        fresh.unlink()
+        raise LedgerError(
+            f"no copy of the ledger was left: it is of generation {newest} by now, and the daemon that ended was {granted}",
+            "nothing is lost: the daemon that took the ledger leaves the copy when it ends; run one daemon at a time",
+        )
     os.replace(fresh, carried)
     log.info("left a copy of the ledger", path=str(carried), nbytes=carried.stat().st_size)
 
@@ -110,8 +120,13 @@ def _replace(carried: Path, ledger: Path) -> None:
     """Whole or not at all. An older ledger of this node is kept beside it, with the log that belongs to it."""
     ledger.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     partial = ledger.with_name(f".{ledger.name}.partial")
-    shutil.copyfile(carried, partial)
-    partial.chmod(0o600)
+    partial.unlink(missing_ok=True)
+    # Never readable by others, not even while it is written, and never through somebody's link.
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with os.fdopen(descriptor, "wb") as target, carried.open("rb") as source:
+        shutil.copyfileobj(source, target)
+        target.flush()
+        os.fsync(target.fileno())
     aside = f".older-{int(time.time())}"
     for suffix in ("-wal", "-shm", ""):
         old = ledger.with_name(ledger.name + suffix)

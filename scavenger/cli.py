@@ -153,11 +153,11 @@ def daemon(
     if carried:
         carrying.take_up(settings)
     try:
-        daemons.run(settings, cluster, manner, reread=reread, notifier=notifier, cancel_at_end=for_run)
+        granted = daemons.run(settings, cluster, manner, reread=reread, notifier=notifier, cancel_at_end=for_run)
     finally:
         cluster.close()
-    if carried:
-        carrying.put_down(settings)
+    if carried and granted is not None:
+        carrying.put_down(settings, granted)
 
 
 @app.command()

@@ -94,8 +94,7 @@ def _site(directory: Path, partition: str, listen: str, ledger: str) -> None:
         return
     document: dict[str, dict[str, object]] = {
         "daemon": {"state_dir": state_dir, "listen": listen, "advertise": os.uname().nodename} | ({"ledger": ledger} if ledger else {}),
-        "cluster": {"backend": "slurm"},
         "harvest": {"partition": partition},
     }
-    path.write_text(toml.dumps(document))
+    keys.write_private(path, toml.dumps(document).encode())  # a ledger's URL may hold a password
     print(f"wrote {path}; next: scavenger check-config {path}, then scavenger daemon --config {path}")

@@ -67,8 +67,8 @@ class Daemon:
         self.failure: BaseException | None = None
         self._rendezvous: keys.Rendezvous | None = None
 
-    async def run(self) -> None:
-        """Serve until SIGTERM, SIGINT or `stop`.
+    async def run(self) -> int | None:
+        """Serve until SIGTERM, SIGINT or `stop`. The generation that it was; None when it was told to stop before it had one.
 
         Raises `LedgerHeld` when another daemon is at work, `Fenced` when another one took over, `LedgerError` when writing ended.
         """
@@ -79,7 +79,7 @@ class Daemon:
         loop.set_exception_handler(self._broken)
         pair = keys.read_keypair(keys.server_key_path(self.state_dir))
         if not await self._entitled():
-            return
+            return None
         writer = self._take_ledger(loop)
         generation, self._engine = writer.granted, writer.engine
         payloads = PayloadStore(self.config.daemon.payload_memory_mb * 2**20)
@@ -119,6 +119,7 @@ class Daemon:
             self.front.close()
         if self.failure is not None:
             raise self.failure
+        return int(generation)
 
     async def _serve(
         self, server: Server, harvester: Harvester | None, keeper: Keeper | None, look: Callable[[], status.Status]
@@ -387,15 +388,15 @@ def run(
     reread: Callable[[], DaemonConfig] | None = None,
     notifier: Notifier | None = None,
     cancel_at_end: bool = False,
-) -> None:
+) -> int | None:
     """Run a daemon in this process until it is told to stop. `reread`: the configuration as its file has it now, for SIGHUP.
 
-    `cancel_at_end`: its jobs end with it. Else they go on, and the next daemon adopts them.
+    `cancel_at_end`: its jobs end with it. Else they go on, and the next daemon adopts them. Returns as `Daemon.run` does.
     """
 
-    async def main() -> None:
+    async def main() -> int | None:
         daemon = Daemon(config, cluster, manner, Front(config, reread, notifier))
         daemon.cancel_at_end = cancel_at_end
-        await daemon.run()
+        return await daemon.run()
 
-    asyncio.run(main())
+    return asyncio.run(main())

@@ -7,6 +7,7 @@ runs can be compared bit by bit.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -44,7 +45,8 @@ class Sink(Protocol):
     def write(self, entry: Entry) -> None:
         """Raises `SinkFailed`."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Raises `SinkFailed` or `OSError`."""
 
 
 class Jsonl:
@@ -59,8 +61,13 @@ class Jsonl:
     def write(self, entry: Entry) -> None:
         more = {} if entry.version is None else {"version": entry.version, "phases": list(entry.phases)}
         line = {"kind": entry.kind, "step": entry.step, "attempt": entry.attempt, "at": entry.at, **entry.metrics, **more}
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+        except OSError as error:
+            with contextlib.suppress(OSError):  # what it still holds cannot be written either
+                self._file.close()
+            raise SinkFailed(f"{self.name}: {error}") from error
 
     def close(self) -> None:
         self._file.close()
@@ -88,7 +95,11 @@ class Plain:
         self._out = out
 
     def say(self, line: str) -> None:
-        print(line, file=self._out, flush=True)
+        """Raises `SinkFailed`."""
+        try:
+            print(line, file=self._out, flush=True)
+        except OSError as error:
+            raise SinkFailed(f"standard output: {error}") from error
 
     def write(self, entry: Entry) -> None:
         self.say(told(entry, self._steps))
@@ -113,7 +124,11 @@ class Terminal:
         self._bar.start()
 
     def say(self, line: str) -> None:
-        self._bar.console.print(line)
+        """Raises `SinkFailed`."""
+        try:
+            self._bar.console.print(line)
+        except OSError as error:
+            raise SinkFailed(f"the terminal: {error}") from error
 
     def write(self, entry: Entry) -> None:
         self.say(told(entry, self._steps))
@@ -136,7 +151,11 @@ class Monitor:
         self._clock = clock
 
     def say(self, line: str) -> None:
-        self._screen.say(line)
+        """Tried again each time, also where the screen was left: what is said is rare, and a full disk may have room again."""
+        try:
+            self._screen.say(line)
+        except SinkFailed as error:
+            self._leave(self._screen, error)
 
     def step(self, step: int, attempt: int, version: int, metrics: Mapping[str, float], phases: tuple[str, ...]) -> None:
         self._write(Entry("train", step, attempt, self._clock(), metrics, version, phases))
@@ -149,9 +168,27 @@ class Monitor:
             try:
                 sink.write(entry)
             except SinkFailed as error:
-                self._sinks.remove(sink)
-                self.say(f"{sink.name} gets nothing more of this run: {error}")
+                self._leave(sink, error)
+
+    def _leave(self, sink: Sink, why: SinkFailed) -> None:
+        if sink not in self._sinks:
+            return  # left, and said so, before
+        self._sinks.remove(sink)
+        line = f"{sink.name} gets nothing more of this run: {why}"
+        if sink is self._screen:
+            _last_resort(line)
+        else:
+            self.say(line)
 
     def close(self) -> None:
         for sink in self._sinks:
-            sink.close()
+            try:
+                sink.close()
+            except (OSError, SinkFailed) as error:
+                _last_resort(f"{sink.name} may lack the last figures of this run: {error}")
+
+
+def _last_resort(line: str) -> None:
+    """On standard error. Often it is the same full disk: then nobody can be told, and the run goes on all the same."""
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)

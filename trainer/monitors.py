@@ -24,6 +24,10 @@ def chosen(config: RunConfig) -> list[Sink]:
     return sinks
 
 
+#: Of run.toml, what W&B never sees: where our key lies, and what people pass to code of theirs, an API key perhaps.
+WITHHELD: Any = {"run": {"key"}, "reward": {"options"}, "data": {"chat_options"}}
+
+
 class TensorBoard:
     """Scalars `train/NAME` and `eval/NAME` in `<out_dir>/tensorboard`. This life's first entry voids earlier ones' from there on."""
 
@@ -68,7 +72,7 @@ class WeightsAndBiases:
         try:
             self._run = wandb.init(
                 project=monitor.wandb_project, entity=monitor.wandb_entity or None, id=run.name, name=run.name, dir=str(run.out_dir),
-                mode=monitor.wandb, resume="allow", config=config.model_dump(mode="json", exclude={"run": {"key"}}),
+                mode=monitor.wandb, resume="allow", config=config.model_dump(mode="json", exclude=WITHHELD),
                 settings=wandb.Settings(console="off"),
             )  # fmt: skip
         except self._failures as error:
@@ -83,4 +87,7 @@ class WeightsAndBiases:
             raise SinkFailed(f"wandb: {error}") from error
 
     def close(self) -> None:
-        self._run.finish()
+        try:
+            self._run.finish()
+        except self._failures as error:
+            raise SinkFailed(f"wandb: {error}") from error

@@ -1,20 +1,23 @@
 """Serves the last reading to Prometheus, on a thread of its own. Owns the HTTP server and the format; reads nothing of the daemon itself.
 
 The event loop replaces the reading every `LOOK_S`; a scrape formats the one that is there. So a scraper that hangs or asks all the time
-costs the router nothing.
+costs the router nothing. Nor does one that connects and says nothing: few are served at a time, and none may pause for long, so that
+whoever reaches the port cannot take the daemon's descriptors.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
+import sys
 from collections.abc import Callable, Iterator
-from threading import Thread
+from socketserver import ThreadingTCPServer
+from threading import BoundedSemaphore, Thread
 from typing import Any
-from wsgiref.simple_server import WSGIServer
 
 import structlog
-from prometheus_client import CollectorRegistry, ProcessCollector, start_http_server
+from prometheus_client import CollectorRegistry, MetricsHandler, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -24,6 +27,48 @@ from scavenger.observe.metrics import METRICS, PREFIX, Reading
 log = structlog.get_logger()
 
 LOOK_S = 5.0
+#: A scraper that neither sends nor takes anything for so long is let go.
+IDLE_S = 5.0
+#: Connections at a time; one more is closed at once.
+MOST = 16
+
+
+class _Scrape(MetricsHandler):
+    timeout = IDLE_S
+
+
+class _Server(ThreadingTCPServer):
+    """A thread a connection, of which there are at most `MOST`."""
+
+    allow_reuse_address = True
+    daemon_threads = True
+    request_queue_size = MOST
+
+    def __init__(self, host: str, port: int, registry: CollectorRegistry) -> None:
+        self._free = BoundedSemaphore(MOST)
+        self.address_family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        super().__init__((str(where[0]), port), _Scrape.factory(registry))
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._free.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # no thread was to be had
+            self._free.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A scraper that goes away is its own affair; anything else is said."""
+        if not isinstance(sys.exception(), OSError):
+            log.warning("a scrape failed", client=str(client_address), exc_info=True)
 
 
 class Exporter(Collector):
@@ -36,12 +81,13 @@ class Exporter(Collector):
         ProcessCollector(registry=self.registry)
         host, _, port = address.rpartition(":")
         try:
-            served: tuple[WSGIServer, Thread] = start_http_server(int(port), host, self.registry)
+            self._server = _Server(host, int(port), self.registry)
         except OSError as error:
             remedy = "free the port, or let the system choose one: prometheus.listen = \"127.0.0.1:0\""
             raise ConfigError(f"prometheus.listen = {address!r}: {error.strerror or error}", remedy) from error
-        self._server, self._thread = served
-        self.address = f"{host}:{self._server.server_port}"
+        self._thread = Thread(target=self._server.serve_forever, daemon=True, name="metrics")
+        self._thread.start()
+        self.address = f"{host}:{self._server.server_address[1]}"
         log.info("metrics", url=f"http://{self.address}/metrics")
 
     def collect(self) -> Iterator[Metric]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -57,6 +58,19 @@ def test_the_script_names_no_secret_and_no_address() -> None:
     text = script("slurm")
     assert "tcp://" not in text
     assert ME.secret not in text
+
+
+def test_a_job_that_waits_for_slurm_outlives_a_squeue_that_fails(tmp_path: Path) -> None:
+    path = tmp_path / "asked"
+    squeue = f"echo asked >> {path}\ncase $(grep -c asked {path}) in 2) exit 1 ;; 4) echo COMPLETING ;; *) echo RUNNING ;; esac"
+    for name, body in {"srun": "exit 75", "squeue": squeue, "sleep": "exit 0"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    text = script("slurm", leave="wait")
+    done = subprocess.run(["bash", "-c", text], env=environ, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 75
+    assert path.read_text().count("asked") == 4, "until Slurm took the job"
 
 
 class Site:

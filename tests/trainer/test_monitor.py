@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import io
 import json
@@ -96,6 +97,63 @@ def test_a_sink_that_fails_is_left_aloud_and_the_run_goes_on(tmp_path: Path) -> 
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
+class Full(io.StringIO):
+    """On a disk without room, as long as `full`."""
+
+    full = True
+
+    def flush(self) -> None:
+        if self.full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def close(self) -> None:
+        self.flush()
+        super().close()
+
+
+def test_a_full_disk_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    out = Screen(terminal=False)
+    monitor = Monitor(tmp_path, steps=4, out=out)
+    file = Full()
+    monitor._sinks[0]._file.close()  # type: ignore[attr-defined]
+    monkeypatch.setattr(monitor._sinks[0], "_file", file)
+    write(monitor)
+    file.full = False
+    assert out.getvalue().count("metrics.jsonl gets nothing more of this run: metrics.jsonl: [Errno 28]") == 1
+    assert "eval after step 1" in out.getvalue()
+
+    log = Full()
+    monitor = Monitor(tmp_path / "more", steps=4, out=log)
+    monitor.say("hello")
+    write(monitor)
+    log.full = False
+    assert capsys.readouterr().err.count("log gets nothing more of this run: standard output: [Errno 28]") == 1
+    assert len((tmp_path / "more" / "metrics.jsonl").read_text().splitlines()) == 2, "the other sinks go on"
+
+
+def test_a_sink_that_cannot_be_closed_ends_no_run_and_the_others_are_closed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    closed: list[str] = []
+
+    class Stale:
+        def __init__(self, name: str, error: Exception | None) -> None:
+            self.name, self._error = name, error
+
+        def write(self, entry: Entry) -> None:
+            """Taken."""
+
+        def close(self) -> None:
+            if self._error is not None:
+                raise self._error
+            closed.append(self.name)
+
+    more = [Stale("a", OSError(errno.ESTALE, "Stale file handle")), Stale("b", SinkFailed("the service ended")), Stale("c", None)]
+    write(Monitor(tmp_path, steps=4, out=Screen(terminal=False), more=more))
+    said = capsys.readouterr().err
+    assert "a may lack the last figures of this run: [Errno 116]" in said
+    assert "b may lack the last figures of this run: the service ended" in said
+    assert closed == ["c"]
+
+
 def test_what_is_not_asked_for_is_not_imported_and_what_is_missing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen(config(tmp_path)) == []
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
@@ -103,6 +161,22 @@ def test_what_is_not_asked_for_is_not_imported_and_what_is_missing_is_an_error(t
     for monitor, extra in (({"tensorboard": True}, "tensorboard"), ({"wandb": "offline"}, "wandb")):
         with pytest.raises(ConfigError, match=rf"scavenger\[{extra}\]"):
             chosen(config(tmp_path, **monitor))
+
+
+def test_w_and_b_is_told_no_key_and_nothing_that_is_passed_to_others_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[str, Any] = {}
+    run = SimpleNamespace(define_metric=lambda *args, **more: None)
+    errors = SimpleNamespace(Error=RuntimeError)
+    fake = SimpleNamespace(init=lambda **more: told.update(more) or run, Settings=lambda **more: None, errors=errors)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    plain = config(tmp_path, wandb="offline").model_dump(exclude_unset=True)
+    reward, data = {"function": "judge:reward", "options": {"api_key": "SECRET-1"}}, {"chat_options": {"token": "SECRET-2"}}
+    WeightsAndBiases(RunConfig.model_validate({**plain, "reward": reward, "data": data}))
+    text = json.dumps(told["config"])
+    assert "SECRET" not in text
+    assert "owner.key" not in text
+    assert told["config"]["reward"]["function"] == "judge:reward"
+    assert told["config"]["data"]["samples_per_prompt"] == 8
 
 
 def test_w_and_b_gets_steps_of_ours_and_its_failures_leave_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,10 @@
-"""`scripts/train.sbatch` on a real Slurm: told to end it goes on by itself, cancelled it does not."""
+"""`scripts/train.sbatch`, on a real Slurm and against commands of ours: told to end it goes on by itself, cancelled it does not."""
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -57,3 +59,35 @@ def test_a_cancelled_job_stays_cancelled(slurm_sandbox: SlurmSandbox, tmp_path: 
     wait_for("the job to be gone", lambda: not unfinished(cluster.view()), 60)
     assert (tmp_path / "lives").read_text().count("life") == 1
     assert [found.state for found in cluster.view().jobs if found.job_id == job] in ([], [JobState.CANCELLED])
+
+
+def played(folder: Path, code: int, restarts: int, scontrol: str = "exit 0") -> subprocess.CompletedProcess[str]:
+    """The script, where the trainer ends with `code` and Slurm's commands are ours."""
+    bodies = {
+        "squeue": "echo RUNNING", "scontrol": f'echo "$*" >> {folder}/asked\n{scontrol}', "sleep": "exit 0",
+        "python3": f"echo trained\nexit {code}",
+    }  # fmt: skip
+    for name, body in bodies.items():
+        (folder / name).write_text(f"#!/bin/sh\n{body}\n")
+        (folder / name).chmod(0o755)
+    copy = shutil.copy(SCRIPT, folder)
+    kept = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "SCAVENGER_PYTHON", "SCAVENGER_BACKEND")}
+    environ = kept | {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restarts)}
+    return subprocess.run(["bash", copy, "run.toml"], env=environ, cwd=folder, capture_output=True, text=True, timeout=30, check=False)
+
+
+@pytest.mark.parametrize("answer", ["exit 1", f'[ "$(grep -c show "$(dirname "$0")/asked")" -gt 1 ] || exit 1\necho " Command={SCRIPT} "'])
+def test_a_controller_that_does_not_answer_ends_no_training(answer: str, tmp_path: Path) -> None:
+    if "exit 1\n" in answer:  # it answers in the end: where the script lies has no venv here, so that the same python3 is found
+        answer = answer.replace(str(SCRIPT), str(tmp_path / "train.sbatch"))
+    done = played(tmp_path, 0, 0, answer)
+    assert (done.returncode, done.stdout) == (0, "trained\n")
+    assert (tmp_path / "asked").read_text().count("show job -o 7") > 1, "it asked again"
+
+
+@pytest.mark.parametrize(("code", "restarts", "back"), [(75, 9, True), (75, 10, False), (143, 10, True)])
+def test_a_job_whose_rank_hangs_in_every_life_is_put_back_ten_times_at_most(code: int, restarts: int, back: bool, tmp_path: Path) -> None:
+    done = played(tmp_path, code, restarts)
+    assert done.returncode == code
+    assert ("requeue 7" in (tmp_path / "asked").read_text()) is back
+    assert ("restarted 10 times already: not put back" in done.stderr) is not back
