@@ -141,6 +141,7 @@ class Child:
         self._env = {**env, "SLURM_BITSTR_LEN": "0"}
         self._timeout_s, self._clock = timeout_s, clock
         self._process: subprocess.Popen[bytes] | None = None
+        self._lost: list[subprocess.Popen[bytes]] = []  # killed, and not gone yet
         self._version = ""
         self._words = b""  # the last of what it wrote to stderr
         self._number = 0
@@ -212,6 +213,7 @@ class Child:
         return ClusterUnavailable(f"{cause}; its last words: {words}" if words else cause, trouble=Trouble.BACKEND)
 
     def end(self) -> None:
+        self._lost = [lost for lost in self._lost if lost.poll() is None]  # those that went meanwhile are reaped
         process, self._process = self._process, None
         if process is None:
             return
@@ -222,7 +224,8 @@ class Child:
                 process.kill()
         try:
             process.wait(timeout=END_S)
-        except subprocess.TimeoutExpired:  # the kernel holds it (a file system that hangs): Python reaps it when it goes
+        except subprocess.TimeoutExpired:  # the kernel holds it (a file system that hangs)
+            self._lost.append(process)
             log.warning("pyslurm's process was killed and is still there", pid=process.pid)
         for pipe in (process.stdin, process.stdout, process.stderr):
             if pipe is not None:

@@ -229,6 +229,12 @@ def test_a_process_that_no_signal_ends_is_not_waited_for(made: Callable[..., Pys
     assert cluster.pid == 0
     procs.kill_trees([pid])
 
+    def reaped() -> bool:
+        cluster.close()
+        return procs.read_proc(pid) is None
+
+    wait_for("it is reaped", reaped)
+
 
 def test_closing_ends_the_process(made: Callable[..., PyslurmCluster]) -> None:
     cluster = made()

@@ -252,9 +252,9 @@ def test_a_preempted_engine_is_told_to_the_router_and_comes_back_under_the_same_
 
 
 def test_with_the_budget_spent_the_queue_alone_is_looked_at_and_a_preemption_brings_a_whole_look_at_once(world: World) -> None:
-    # looks at the queue cost nothing here, whole ones 60: after ten of them the 600 that are saved up at first are spent
+    # looks at the queue cost nothing here, whole ones 50: after twelve of them the 600 that are saved up at first are spent
     world.pace |= {"observe_s": 60.0, "max_rpc_per_min": 60.0}
-    world.cluster.whole_cost = 60
+    world.cluster.whole_cost = 50
 
     async def play() -> None:
         world.site.submit(spec(gpus=2, nodelist=("node1",)))
