@@ -314,6 +314,7 @@ def test_a_cluster_that_fails_for_a_while_is_an_event_with_back_off_and_costs_no
         async with running(world.harvester()):
             await until("two engines run", lambda: len(world.of(rec.HoldStarted)) == 2)
             world.cluster.fail_view = True
+            await until("a failure", lambda: world.events("cluster_unavailable"))  # a look that had begun before may still decide
             world.want(0)  # nothing is decided on a cluster that is not seen
             await until("three failures", lambda: len(world.events("cluster_unavailable")) == 3)
             before = len(world.of(rec.ClusterSampled))
