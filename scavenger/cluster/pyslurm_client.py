@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import importlib.util
+import math
 import os
 import re
 import select
@@ -20,6 +21,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
+import structlog
+
 from scavenger.cluster import procs
 from scavenger.cluster import pyslurm_read as read
 from scavenger.cluster import pyslurm_wire as wire
@@ -29,6 +32,10 @@ from scavenger.cluster.slurm import SlurmCluster
 from scavenger.cluster.trouble import Trouble, trouble_of
 from scavenger.errors import ClusterUnavailable
 
+log = structlog.get_logger()
+
+#: How long a process that was killed, or closed its end, is waited for.
+END_S = 5.0
 #: An import takes 0.1 s; on a busy file system of a cluster, long.
 START_S = 30.0
 MAX_PAUSE_S = 60.0
@@ -134,6 +141,7 @@ class Child:
         self._env = {**env, "SLURM_BITSTR_LEN": "0"}
         self._timeout_s, self._clock = timeout_s, clock
         self._process: subprocess.Popen[bytes] | None = None
+        self._lost: list[subprocess.Popen[bytes]] = []  # killed, and not gone yet
         self._version = ""
         self._words = b""  # the last of what it wrote to stderr
         self._number = 0
@@ -177,9 +185,12 @@ class Child:
             raise ClusterUnavailable(cause, trouble=Trouble.BACKEND)
         argv = [sys.executable, "-m", "scavenger.cluster.pyslurm"]
         # a session of its own: Ctrl-C is for the daemon, which then closes the pipe
-        self._process = subprocess.Popen(
-            argv, env=self._env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
-        )
+        try:
+            self._process = subprocess.Popen(
+                argv, env=self._env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+            )
+        except OSError as error:  # no process, memory or descriptor left
+            raise self._failed(f"pyslurm's process cannot be started: {error.strerror}") from error
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
             assert pipe is not None
             os.set_blocking(pipe.fileno(), False)
@@ -193,7 +204,8 @@ class Child:
 
     def _failed(self, cause: str) -> ClusterUnavailable:
         """End the process and remember when it may be started again."""
-        self._drain()
+        if self._process is not None:
+            self._drain()
         self.end()
         self._failures += 1
         self._not_before = self._clock() + min(MAX_PAUSE_S, 2.0 ** (self._failures - 1))
@@ -201,11 +213,20 @@ class Child:
         return ClusterUnavailable(f"{cause}; its last words: {words}" if words else cause, trouble=Trouble.BACKEND)
 
     def end(self) -> None:
+        self._lost = [lost for lost in self._lost if lost.poll() is None]  # those that went meanwhile are reaped
         process, self._process = self._process, None
         if process is None:
             return
-        procs.kill_trees([process.pid]) if process.poll() is None else None
-        process.wait()
+        if process.poll() is None:
+            try:
+                procs.kill_trees([process.pid])
+            except OSError:  # no descriptor left to read /proc with: it has no children that would outlive it for long
+                process.kill()
+        try:
+            process.wait(timeout=END_S)
+        except subprocess.TimeoutExpired:  # the kernel holds it (a file system that hangs)
+            self._lost.append(process)
+            log.warning("pyslurm's process was killed and is still there", pid=process.pid)
         for pipe in (process.stdin, process.stdout, process.stderr):
             if pipe is not None:
                 with contextlib.suppress(BrokenPipeError):
@@ -232,19 +253,22 @@ class Child:
         assert self._process.stderr is not None
         out, err = self._process.stdout.fileno(), self._process.stderr.fileno()
         data = bytearray()
+        poll = select.poll()  # select() refuses descriptors from 1024 on, which a daemon with many workers has
+        for descriptor in (out, err):
+            poll.register(descriptor, select.POLLIN)
         while len(data) < nbytes:
-            ready = select.select([out, err], [], [], max(0.0, deadline - self._clock()))[0]
+            ready = {descriptor for descriptor, _ in poll.poll(math.ceil(1000.0 * max(0.0, deadline - self._clock())))}
             if err in ready and not self._drain():
-                ready, err = [out], out  # it closed its stderr: only the replies are left
+                poll.unregister(err)  # it closed its stderr: only the replies are left
             if out in ready:
                 try:
                     part = os.read(out, min(1 << 20, nbytes - len(data)))
                 except BlockingIOError:
                     continue
                 if not part:
-                    raise ClusterUnavailable(f"pyslurm's process ended (status {self._process.wait()})")
+                    raise ClusterUnavailable(f"pyslurm's process {_ending(self._process)}")
                 data += part
-            elif not ready:
+            elif not ready or self._clock() >= deadline:  # what only complains does not answer
                 raise ClusterUnavailable(f"pyslurm gave no answer within {patience_s:g} s, and its process was ended")
         return bytes(data)
 
@@ -264,3 +288,10 @@ class Child:
     def _last_words(self) -> str:
         lines = [line.strip() for line in self._words.decode(errors="replace").splitlines() if line.strip()]
         return lines[-1][:300] if lines else ""
+
+
+def _ending(process: subprocess.Popen[bytes]) -> str:
+    try:
+        return f"ended (status {process.wait(timeout=END_S)})"
+    except subprocess.TimeoutExpired:
+        return "closed its output and goes on"

@@ -6,6 +6,7 @@ observation is two commands whatever the number of jobs, and a third every `PART
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import pwd
@@ -32,8 +33,14 @@ _GONE = re.compile(r"Invalid job id|already complet(ed|ing)|Job/step already", r
 _STEERING = ("SLURM", "SBATCH", "SALLOC", "SQUEUE", "SINFO", "SCANCEL", "SCONTROL")
 _JOB_BASE = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "SLURM_CONF")
 _CANCEL_BATCH = 500
+#: How long a command that was killed is waited for.
+END_S = 5.0
 #: Admins make reservations hours before; asking more often would only cost requests.
 RESERVATIONS_S = 300.0
+
+
+class NotStarted(ClusterUnavailable):
+    """There was no process, no memory or no descriptor left for a command: it never ran, and Slurm knows nothing of it."""
 
 
 class SlurmCluster:
@@ -120,6 +127,8 @@ class SlurmCluster:
         env = {key: self._env[key] for key in _JOB_BASE if key in self._env} | commands.job_environment(spec)
         try:
             done = self._run(argv, rpc.SUBMIT, env=env, stdin=spec.script)
+        except NotStarted as error:
+            raise ClusterError(error.cause, error.remedy) from error  # nothing ran: there is no job to look for
         except subprocess.TimeoutExpired as error:
             raise SubmitUnknown(f"sbatch gave no answer within {self._timeout_s:.0f} s") from error
         if done.returncode != 0:
@@ -164,10 +173,20 @@ class SlurmCluster:
         self.rpc.add(cost)
         try:
             # errors=replace: others' job names need not be UTF-8, and must not blind us
-            return subprocess.run(argv, env=env, input=stdin, capture_output=True, encoding="utf-8", errors="replace",
-                                  timeout=self._timeout_s, check=False)
+            process = subprocess.Popen(argv, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                       encoding="utf-8", errors="replace")
         except FileNotFoundError as error:
             raise ClusterError(f"no {argv[0]} on PATH", "install Slurm's commands, or set cluster.backend = \"local\"") from error
+        except OSError as error:
+            remedy = "raise this user's limits of processes and open files (ulimit -u, -n)"
+            raise NotStarted(f"{argv[0]} cannot be started: {error.strerror}", remedy, trouble=Trouble.BACKEND) from error
+        try:
+            out, err = process.communicate(stdin, timeout=self._timeout_s)
+        except OSError as error:
+            raise ClusterUnavailable(f"{argv[0]} gave no answer: {error.strerror}", trouble=Trouble.BACKEND) from error
+        finally:
+            _end(process)
+        return subprocess.CompletedProcess(argv, process.returncode, out, err)
 
 
 class Remembered:
@@ -194,6 +213,18 @@ class Remembered:
 
 def _missing(partitions: Sequence[Partition], known: set[str]) -> list[str]:
     return sorted({name for part in partitions for name in part.nodes} - known)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Leave no command behind, and do not wait for one that the kernel holds (a file system that hangs): Python reaps it later."""
+    if process.poll() is None:
+        process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=END_S)
+    for pipe in (process.stdin, process.stdout, process.stderr):
+        if pipe is not None:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
 
 
 def _words(done: subprocess.CompletedProcess[str]) -> str:

@@ -27,9 +27,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
-import msgspec
 import structlog
 
 from scavenger import keys
@@ -38,15 +37,16 @@ from scavenger.cluster.port import Cluster
 from scavenger.config import DaemonConfig
 from scavenger.errors import AuthError, ClusterError, ClusterUnavailable, ConfigError, SubmitUnknown
 from scavenger.harvest import policy, preflight, sights
-from scavenger.harvest.leave import leave_by
+from scavenger.harvest.durable import Durable, as_json, decided
+from scavenger.harvest.leave import leave_by, unseen
 from scavenger.harvest.limits import pace_of, rules_of
 from scavenger.harvest.pace import Look, Pace
 from scavenger.harvest.policy import Cancel, CancelPending, Code, Decision, GiveBack, Leaving, Submit
 from scavenger.harvest.room import owners
-from scavenger.harvest.script import job_spec, log_path, read_template
+from scavenger.harvest.script import drop_empty_log, job_spec, read_template
 from scavenger.harvest.standing import Standing
 from scavenger.harvest.tracker import Output, Tracker
-from scavenger.harvest.waiting import first
+from scavenger.harvest.waiting import first, patience_s
 from scavenger.ledger import records as rec
 from scavenger.router.events import Identity, IntentRevoked, RouterEvent
 from scavenger.router.machine import Demand
@@ -91,7 +91,8 @@ class Harvester:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config, self.cluster, self.uid = config, cluster, uid
-        self._commit, self._write, self._post = commit, write, post
+        self._write, self._post = write, post
+        self._durable = Durable(commit, write, lambda: patience_s(self.config.cluster.quick_s), clock)
         self._demand, self._leases, self._learned = demand, leases, learned
         self._register, self._unregister = register, unregister
         self._keys: dict[str, str] = {}  # intent -> public key that we let in
@@ -204,8 +205,9 @@ class Harvester:
         self._absorb(output)
         if look is Look.JOBS:
             return  # the nodes in this view are those of the last whole look: nothing is decided on them
-        self._sample(view)
-        await self._call(self.standing.look)
+        have, now = owners(view, self.config.harvest.partition, self.tracker.job_ids(), self._clock()), self._clock()
+        self._write([rec.ClusterSampled(have.idle, have.harvested, have.others, have.reserved, have.unusable, have.pending_others, now)])
+        await self.standing.look_now()
         demand = self._wanted()
         now = self._clock()
         assert self._info is not None  # by `_observe`
@@ -270,7 +272,7 @@ class Harvester:
         kind = "cluster_unavailable" if isinstance(error, ClusterUnavailable) else "cluster_refused"
         failures = self._pace.failures
         detail = {"trouble": trouble, "failures": failures, "retry_s": round(retry_s, 3)}
-        self._write([rec.Event(kind, 0, self._name, error.cause, _json(detail), self._clock())])
+        self._write([rec.Event(kind, 0, self._name, error.cause, as_json(detail), self._clock())])
         log.warning(kind, reason=error.cause, **detail)
 
     def _absorb(self, output: Output) -> None:
@@ -283,12 +285,6 @@ class Harvester:
             if isinstance(record, rec.JobEnded):
                 self._drop_key(record.intent_id)
 
-    def _sample(self, view: ClusterView) -> None:
-        now = self._clock()
-        have = owners(view, self.config.harvest.partition, self.tracker.job_ids(), now)
-        sample = rec.ClusterSampled(have.idle, have.harvested, have.others, have.reserved, have.unusable, have.pending_others, now)
-        self._write([sample])
-
     def _wanted(self) -> list[Demand]:
         demand = list(self._demand())
         self._decided_on = _shape(demand)
@@ -299,7 +295,7 @@ class Harvester:
     # ---------------------------------------------------------------- perform
 
     async def _perform(self, decision: Decision, demand: Sequence[Demand]) -> None:
-        inputs = _json({"decision": decision.reason, "demand": [[d.run, d.engines, d.gpus_per_engine] for d in demand]})
+        inputs = as_json({"decision": decision.reason, "demand": [[d.run, d.engines, d.gpus_per_engine] for d in demand]})
         if not decision.actions:
             if decision.reason != self._last_reason:
                 self._write([rec.Decision("harvest", "none", "", decision.reason, inputs, self._clock(), decision.code)])
@@ -320,14 +316,16 @@ class Harvester:
         now = self._clock()
         if not actions:
             return
-        self._write([_decided(action, action.intent_id, inputs, now) for action in actions])
+        self._write([decided(action, action.intent_id, inputs, now) for action in actions])
         ids = {action.intent_id: self.tracker.intents[action.intent_id].job_id for action in actions}
         for action in actions:
             if not ids[action.intent_id]:
                 self.tracker.revoke(action.intent_id, Leaving.GIVEN_BACK, action.reason, now)
         known = tuple(sorted(job_id for job_id in ids.values() if job_id))
         if known:
-            await self._commit([])  # a daemon that another one replaced meanwhile is fenced here, before it takes that one's jobs away
+            # A daemon that another one replaced meanwhile is fenced here, before it takes that one's jobs away. A stalled ledger does not
+            # keep our engines on GPUs that others wait for: that a job was cancelled the queue tells as well.
+            await self._durable.within([])
             await self._call(self.cluster.cancel, known)
         for action in actions:
             if ids[action.intent_id]:
@@ -337,12 +335,13 @@ class Harvester:
         if not job_ids:
             return
         why = "it carries this ledger's id and an intent that the ledger does not have open"
-        await self._commit([rec.Event("stranger_cancelled", 0, f"job {job_id}", why, "{}", self._clock()) for job_id in job_ids])
-        await self._call(self.cluster.cancel, job_ids)
+        events = [rec.Event("stranger_cancelled", 0, f"job {job_id}", why, "{}", self._clock()) for job_id in job_ids]
+        if await self._durable.within(events):  # else they may be a successor's, of whom we cannot know
+            await self._call(self.cluster.cancel, job_ids)
 
     def _give_back(self, action: GiveBack, inputs: str) -> None:
         now = self._clock()
-        self._write([_decided(action, action.intent_id, inputs, now)])
+        self._write([decided(action, action.intent_id, inputs, now)])
         self.tracker.revoke(action.intent_id, Leaving.GIVEN_BACK, action.reason, now, action.code)
         self._post(IntentRevoked(action.intent_id, action.reason))
 
@@ -357,8 +356,11 @@ class Harvester:
         spec = job_spec(self.config, self._template, self._info.backend, self.uid, intent_id, action)
         now = self._clock()
         intended = rec.JobIntended(intent_id, action.run_id, action.partition, action.gpus, pair.public, now)
-        await self._commit([intended, _decided(action, intent_id, inputs, now)])
+        durable = await self._durable.within([intended, decided(action, intent_id, inputs, now)])
         self.tracker.intend(intended, self._clock(), spec.nodelist[0] if spec.nodelist else "")
+        if not durable:  # Slurm never hears of it: the intent, should it become durable yet, is followed by its end
+            self._absorb(self.tracker.submit_refused(intent_id, "the ledger is stalled: the intent is not durable", self._clock()))
+            return False
         try:
             await self._call(keys.write_keypair, keys.worker_key_path(self._state_dir, intent_id), pair)
         except OSError as error:
@@ -386,9 +388,7 @@ class Harvester:
         if public:
             self._unregister(public)
         keys.worker_key_path(self._state_dir, intent_id).unlink(missing_ok=True)
-        log_file = log_path(self._state_dir, intent_id)
-        if log_file.exists() and log_file.stat().st_size == 0:
-            log_file.unlink(missing_ok=True)
+        drop_empty_log(self._state_dir, intent_id)
 
     # ---------------------------------------------------------------- time and threads
 
@@ -401,9 +401,13 @@ class Harvester:
         look = Look.FULL
         while not (stop.is_set() or self._stopping.is_set()):
             now = self._monotonic()
-            moved = self._poked.is_set() or self.standing.changed or _shape(self._demand()) != self._decided_on
+            changed = self.standing.changed
+            if self._pace.failures and self.standing.seen is not None:  # no look, no decision: what needs no Slurm is done now
+                for action in unseen(self.tracker.jobs(self._leases()), self.standing.seen.reason):
+                    self._give_back(action, "{}")
+            moved = self._poked.is_set() or changed or _shape(self._demand()) != self._decided_on
             rests = not self.tracker.intents and not any(d.engines for d in self._demand())
-            by = now if self.standing.changed else self._by  # who stops harvesting does not wait for a budget
+            by = now if changed else self._by  # who stops harvesting does not wait for a budget
             due_at, look = self._pace.next(now, expecting=self.tracker.expecting(self._clock()), moved=moved, rests=rests, by=by)
             if now >= due_at:
                 break
@@ -419,12 +423,3 @@ class Harvester:
 
 def _shape(demand: Sequence[Demand]) -> tuple[tuple[int, int, int], ...]:
     return tuple(sorted((d.run_id, d.engines, d.gpus_per_engine) for d in demand))
-
-
-def _decided(action: policy.Action, intent_id: str, inputs: str, now: float) -> rec.Decision:
-    names = {Submit: "submit", CancelPending: "cancel_pending", GiveBack: "give_back", Cancel: "cancel"}
-    return rec.Decision("harvest", names[type(action)], intent_id, action.reason, inputs, now, action.code)
-
-
-def _json(value: Any) -> str:
-    return msgspec.json.encode(value).decode()

@@ -84,3 +84,9 @@ def _go(job: OurJob, why: str, code: Code) -> Leave:
     if job.connected:
         return GiveBack(job.intent_id, f"{why}; it holds {job.leases} leases", code)
     return Cancel(job.intent_id, f"{why}; no engine of it is connected", code)
+
+
+def unseen(jobs: Sequence[OurJob], why: str) -> list[GiveBack]:
+    """Harvesting is stopped and Slurm does not answer: engines that the router knows drain without it. The rest waits for a look."""
+    staying = [job for job in jobs if job.connected and job.leaving is Leaving.NO]
+    return [GiveBack(job.intent_id, f"{why}; Slurm does not answer; it holds {job.leases} leases", Code.STOPPED) for job in staying]

@@ -86,3 +86,10 @@ def job_spec(config: DaemonConfig, template: str, backend: str, uid: str, intent
         wckey=harvest.wckey,
         constraint=harvest.constraint,
     )
+
+
+def drop_empty_log(state_dir: Path, intent_id: str) -> None:
+    """A closed job that wrote nothing leaves no log."""
+    log_file = log_path(state_dir, intent_id)
+    if log_file.exists() and log_file.stat().st_size == 0:
+        log_file.unlink(missing_ok=True)

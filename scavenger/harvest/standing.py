@@ -2,7 +2,8 @@
 
 Two files stop harvesting while they are there: the site's `harvest.stop_file`, which an admin may write without knowing us, and the state
 directory's `drain`, which the command writes. One whose first word is "now" does not wait for engines to drain. A file that is there and
-cannot be read stops harvesting too.
+cannot be read stops harvesting too, and so do files that give no answer within `cluster.quick_s`
+(`waiting.patience_s`).
 
 Owns these files and the events that tell of a change. Decides nothing.
 """
@@ -10,6 +11,9 @@ Owns these files and the events that tell of a change. Decides nothing.
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,11 +23,13 @@ from scavenger.config import DaemonConfig
 from scavenger.harvest.limits import Stop, hidden_jobs, limits_of
 from scavenger.harvest.policy import Decision, Limits
 from scavenger.harvest.tracker import Tracker
+from scavenger.harvest.waiting import patience_s
 from scavenger.ledger import records as rec
 
 DRAIN = "drain"
 HOUR_S = 3600.0
 _MOST_BYTES = 500
+NO_ANSWER = Stop("the stop files cannot be read: no answer")
 
 
 def drain_path(state_dir: Path) -> Path:
@@ -48,8 +54,7 @@ def read_stop(path: Path | None, what: str) -> Stop | None:
     if path is None:
         return None
     try:
-        with path.open("rb") as file:
-            text = file.read(_MOST_BYTES).decode("utf-8", "replace")
+        text = _beginning(path)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -57,6 +62,17 @@ def read_stop(path: Path | None, what: str) -> Stop | None:
     word, _, reason = " ".join(text.split()).partition(" ")
     said = reason if word in ("now", "drain") else f"{word} {reason}".strip()
     return Stop(f"{what}{f': {said}' if said else ''}", at_once=word == "now")
+
+
+def _beginning(path: Path) -> str:
+    """Never waits for a writer, as opening a FIFO would. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "it is no regular file")
+        return os.read(descriptor, _MOST_BYTES).decode("utf-8", "replace")
+    finally:
+        os.close(descriptor)
 
 
 class Standing:
@@ -69,7 +85,8 @@ class Standing:
         self.decided_on: Stop | None = None  # as of the last `limits`
         self.hidden = ""
         self._could_start: dict[int, float] = {}
-        self._looking: asyncio.Future[None] | None = None
+        self._looking: asyncio.Future[None] | None = None  # never two at once: each would hold a thread where the files hang
+        self._asked_at = 0.0  # when it began (the loop's time)
 
     def look(self) -> None:
         """Read the files. They may lie on a file system that hangs: not for the event loop. Of two that in the greater hurry holds."""
@@ -81,9 +98,33 @@ class Standing:
     @property
     def changed(self) -> bool:
         """Whether somebody stopped or resumed harvesting since the last decision; asking has a thread look again for the next time."""
-        if self._looking is None or self._looking.done():
-            self._looking = asyncio.get_running_loop().run_in_executor(None, self.look)
+        self._begin()
+        if self._left_s() <= 0:
+            self.seen = NO_ANSWER
         return self.seen != self.decided_on
+
+    async def look_now(self) -> None:
+        """Have the files read in a thread, and know the answer, or that there is none in time."""
+        if (older := self._looking) is not None and not older.done():  # it may have missed what was written meanwhile
+            await asyncio.wait([older], timeout=self._left_s())
+        look = self._begin()
+        await asyncio.wait([look], timeout=self._left_s())
+        if look.done():
+            look.result()
+        else:
+            self.seen = NO_ANSWER
+
+    def _begin(self) -> asyncio.Future[None]:
+        """The look under way, or a new one."""
+        loop = asyncio.get_running_loop()
+        if self._looking is None or self._looking.done():
+            self._asked_at = loop.time()
+            self._looking = loop.run_in_executor(None, self.look)
+        return self._looking
+
+    def _left_s(self) -> float:
+        """How long the look under way may still take."""
+        return max(0.0, self._asked_at + patience_s(self._config().cluster.quick_s) - asyncio.get_running_loop().time())
 
     def limits(self, view: ClusterView, info: ClusterInfo, tracker: Tracker, leave_s: float, now: float) -> Limits:
         """What is allowed now, by the last `look`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import resource
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from scavenger.cluster.slurm import SlurmCluster
 from scavenger.cluster.trouble import Trouble
 from scavenger.config import ClusterSection, DaemonConfig, DaemonSection
 from scavenger.errors import ClusterUnavailable, ConfigError
+from tests.cluster.test_slurm_cluster import no_descriptors
 from tests.clusters import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -189,6 +191,49 @@ def test_a_pyslurm_that_cannot_be_imported_says_why(made: Callable[..., PyslurmC
     with pytest.raises(ClusterUnavailable, match=r"libslurm\.so\.38") as caught:
         made("no import").start()
     assert caught.value.trouble == Trouble.BACKEND
+
+
+def test_a_process_that_cannot_be_started_is_a_failed_observation(made: Callable[..., PyslurmCluster]) -> None:
+    clock = Clock()
+    cluster = made(clock=clock)
+    with no_descriptors(), pytest.raises(ClusterUnavailable, match="cannot be started: Too many open files") as caught:
+        cluster.view()
+    assert caught.value.trouble == Trouble.BACKEND
+    clock.now += 1.1
+    assert cluster.view().nodes
+
+
+def test_descriptors_beyond_those_of_select_are_read_all_the_same(made: Callable[..., PyslurmCluster]) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    taken = [os.open(os.devnull, os.O_RDONLY)]
+    try:
+        while taken[-1] < 1024:
+            taken.append(os.open(os.devnull, os.O_RDONLY))
+        assert made().view().nodes
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_process_that_no_signal_ends_is_not_waited_for(made: Callable[..., PyslurmCluster], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pyslurm_client, "END_S", 0.2)
+    cluster = made("hang", timeout_s=0.3)
+    cluster.start()
+    pid = cluster.pid
+    with monkeypatch.context() as patched:  # as one that the kernel holds in a file system: killed, and still there
+        patched.setattr(procs, "kill_trees", lambda roots: ())
+        with pytest.raises(ClusterUnavailable, match="no answer within"):
+            cluster.view()
+    assert cluster.pid == 0
+    procs.kill_trees([pid])
+
+    def reaped() -> bool:
+        cluster.close()
+        return procs.read_proc(pid) is None
+
+    wait_for("it is reaped", reaped)
 
 
 def test_closing_ends_the_process(made: Callable[..., PyslurmCluster]) -> None:

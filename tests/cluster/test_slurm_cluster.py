@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -90,3 +93,28 @@ def test_partitions_are_remembered_for_a_while_and_not_longer_than_they_agree_wi
         kept.agreeing((n1,), ask)
     assert caught.value.trouble == Trouble.PARTIAL
     assert asked == [0.0, 299.0, 600.0]
+
+
+@contextmanager
+def no_descriptors() -> Iterator[None]:
+    """This process can open nothing more."""
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_command_that_cannot_be_started_is_trouble_that_passes_and_a_submission_that_never_was(tmp_path: Path) -> None:
+    cluster = site(tmp_path, squeue="exit 0", sbatch=f"touch {tmp_path}/ran")
+    with no_descriptors(), pytest.raises(ClusterUnavailable, match="squeue cannot be started: Too many open files") as caught:
+        cluster.jobs()
+    assert caught.value.trouble == Trouble.BACKEND
+    with no_descriptors(), pytest.raises(ClusterError, match="sbatch cannot be started") as refused:
+        cluster.submit(JobSpec(name="n", comment="c", partition="p", script="#!/bin/sh\n"))
+    assert not isinstance(refused.value, ClusterUnavailable | SubmitUnknown), "there is no job to look for"
+    assert not (tmp_path / "ran").exists()
+    assert cluster.jobs() == ()

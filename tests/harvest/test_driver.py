@@ -22,7 +22,8 @@ from scavenger.cluster.model import ClusterInfo, ClusterView, Job, JobSpec, JobS
 from scavenger.cluster.port import Cluster
 from scavenger.cluster.rpc import RpcCounter
 from scavenger.config import ClusterSection, DaemonConfig, DaemonSection, HarvestSection
-from scavenger.errors import ClusterError, ClusterUnavailable, ConfigError, SubmitUnknown
+from scavenger.errors import ClusterError, ClusterUnavailable, ConfigError, Fenced, SubmitUnknown
+from scavenger.harvest import waiting
 from scavenger.harvest.driver import Harvester
 from scavenger.harvest.sights import comment_of
 from scavenger.ledger import records as rec
@@ -97,6 +98,8 @@ class World:
     connected: bool = True  # whether the router knows an engine of every job that holds GPUs
     allowed: dict[str, Identity] = field(default_factory=dict)
     pace: dict[str, float] = field(default_factory=lambda: dict(FAST))
+    stalled: bool = False  # the ledger takes records and makes none durable
+    fenced: bool = False
     cluster: Reached = field(init=False)
 
     def __post_init__(self) -> None:
@@ -115,16 +118,23 @@ class World:
         )  # fmt: skip
 
     def harvester(self, template: str = SLEEPS, leave_s: float = 30.0, **harvest: Any) -> Harvester:
+        def write(records: Sequence[rec.Record]) -> None:
+            if self.fenced:
+                raise Fenced("another generation owns the ledger")
+            self.said.extend(records)
+
         async def commit(records: Sequence[rec.Record]) -> None:
             await asyncio.sleep(0)
-            self.said.extend(records)
+            write(records)
+            if self.stalled:
+                await asyncio.Event().wait()
 
         def leases() -> dict[str, tuple[int, float]]:
             held = (one for one in made.tracker.intents.values() if one.hold is not None)
             return {one.intent_id: (0, 0.0) for one in held} if self.connected else {}
 
         made = Harvester(
-            self.config(template, **harvest), self.cluster, UID, commit=commit, write=self.said.extend, post=self.said.append,
+            self.config(template, **harvest), self.cluster, UID, commit=commit, write=write, post=self.said.append,
             demand=lambda: self.demand, leases=leases, register=self.allowed.__setitem__,
             unregister=lambda key: self.allowed.pop(key, None), clock=time.time, leave_s=leave_s, draw=lambda: 0.5,
         )  # fmt: skip
@@ -242,9 +252,9 @@ def test_a_preempted_engine_is_told_to_the_router_and_comes_back_under_the_same_
 
 
 def test_with_the_budget_spent_the_queue_alone_is_looked_at_and_a_preemption_brings_a_whole_look_at_once(world: World) -> None:
-    # looks at the queue cost nothing here, whole ones 60: after ten of them the 600 that are saved up at first are spent
+    # looks at the queue cost nothing here, whole ones 50: after twelve of them the 600 that are saved up at first are spent
     world.pace |= {"observe_s": 60.0, "max_rpc_per_min": 60.0}
-    world.cluster.whole_cost = 60
+    world.cluster.whole_cost = 50
 
     async def play() -> None:
         world.site.submit(spec(gpus=2, nodelist=("node1",)))
@@ -304,6 +314,7 @@ def test_a_cluster_that_fails_for_a_while_is_an_event_with_back_off_and_costs_no
         async with running(world.harvester()):
             await until("two engines run", lambda: len(world.of(rec.HoldStarted)) == 2)
             world.cluster.fail_view = True
+            await until("a failure", lambda: world.events("cluster_unavailable"))  # a look that had begun before may still decide
             world.want(0)  # nothing is decided on a cluster that is not seen
             await until("three failures", lambda: len(world.events("cluster_unavailable")) == 3)
             before = len(world.of(rec.ClusterSampled))
@@ -487,3 +498,97 @@ def test_an_ended_daemon_stops_within_a_moment_while_the_scheduler_hangs(world: 
         return time.monotonic() - began
 
     assert asyncio.run(play()) < 6.0
+
+
+def test_a_stalled_ledger_gets_no_submission_and_keeps_no_engine_from_leaving(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "LEAST_S", 0.2)
+
+    async def play() -> None:
+        world.want(1)
+        async with running(world.harvester(leave_s=0.3)):
+            await until("it holds", lambda: world.of(rec.HoldStarted))
+            world.stalled = True
+            world.want(2)
+            await until("a second one is refused", lambda: world.events("submit_refused"))
+            world.want(0)  # it does not listen: it is cancelled
+            await until("it is gone", lambda: not world.jobs())
+            world.stalled = False
+            world.want(1)
+            await until("one runs again", lambda: world.jobs(JobState.RUNNING))
+
+    asyncio.run(play())
+    refused = {event.subject for event in world.events("submit_refused")}
+    submitted = {one[1] for one in world.said if isinstance(one, tuple) and one[0] == "submit"}
+    assert not refused & submitted
+    assert refused <= {ended.intent_id for ended in world.of(rec.JobEnded)}, "an intent that becomes durable after all is closed"
+    assert len(world.events("ledger_stalled")) == len(world.events("ledger_back")) == 1
+
+
+def test_a_daemon_that_was_fenced_while_its_ledger_stalled_cancels_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "LEAST_S", 0.2)
+
+    async def play() -> None:
+        world.connected = False  # so that it is cancelled at once
+        world.want(1)
+        harvester = world.harvester()
+        task = asyncio.create_task(harvester.run(asyncio.Event()))
+        await until("it holds", lambda: world.of(rec.HoldStarted))
+        world.stalled = True
+        world.want(0)
+        await until("it is to be cancelled", lambda: world.acted("cancel"))
+        world.fenced = True
+        with pytest.raises(Fenced):
+            await task
+        world.fenced = False
+        await harvester.shutdown(cancel=False)
+
+    asyncio.run(play())
+    assert len(world.jobs()) == 1
+    assert not [one for one in world.said if isinstance(one, tuple) and one[0] == "cancel"]
+
+
+def test_stop_files_that_give_no_answer_stop_harvesting_and_nothing_else(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "LEAST_S", 0.3)
+    hung, looks = threading.Event(), []
+
+    async def play() -> None:
+        world.want(1)
+        harvester = world.harvester(leave_s=0.2)
+        reads = harvester.standing.look
+
+        def hangs() -> None:
+            looks.append(1)
+            hung.wait(30.0)
+            reads()
+
+        async with running(harvester):
+            await until("it holds", lambda: world.of(rec.HoldStarted))
+            monkeypatch.setattr(harvester.standing, "look", hangs)
+            await until("harvesting stops", lambda: world.events("harvest_stopped"))
+            await until("it is gone", lambda: not world.jobs())
+            assert len(looks) == 1, "one thread waits, not one for each look"
+            hung.set()
+            await until("one runs again", lambda: world.jobs(JobState.RUNNING))
+
+    try:
+        asyncio.run(play())
+    finally:
+        hung.set()
+    assert [event.reason for event in world.events("harvest_stopped")] == ["the stop files cannot be read: no answer"]
+
+
+def test_a_stop_file_acts_on_connected_engines_while_slurm_does_not_answer(world: World, tmp_path: Path) -> None:
+    async def play() -> None:
+        world.want(1)
+        async with running(world.harvester(stop_file=tmp_path / "stop")):
+            await until("it holds", lambda: world.of(rec.HoldStarted))
+            world.cluster.fail_view = True
+            await until("it is not seen", lambda: world.events("cluster_unavailable"))
+            (tmp_path / "stop").write_text("drain power cut")
+            await until("it is asked to leave", lambda: world.of(IntentRevoked))
+            assert world.cluster.fail_view
+
+    asyncio.run(play())
+    assert len(world.of(IntentRevoked)) == 1
+    assert "power cut" in world.acted("give_back")[0].reason
+    assert world.acted("give_back")[0].code == "stopped"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -108,6 +110,15 @@ def test_a_stop_file_that_cannot_be_read_stops(tmp_path: Path) -> None:
     found = read_stop(tmp_path / "stop", "the stop file")
     assert found is not None
     assert "cannot be read" in found.reason
+
+
+def test_a_stop_file_that_is_no_regular_file_stops_and_hangs_nobody(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "stop")
+    found: list[Stop | None] = []
+    reader = threading.Thread(target=lambda: found.append(read_stop(tmp_path / "stop", "the stop file")), daemon=True)
+    reader.start()
+    reader.join(10.0)
+    assert found == [Stop(f"the stop file ({tmp_path / 'stop'}) cannot be read: it is no regular file")]
 
 
 def test_a_drain_holds_until_it_is_undone_and_its_change_is_told_once(tmp_path: Path) -> None:
