@@ -1,6 +1,6 @@
 """TRL's GRPOTrainer on harvested GPUs: its rollout hook asks Scavenger for completions. What any trainer needs: docs/your-trainer.md.
 
-    pip install "scavenger[trl]"
+    pip install ".[trl]"
     python examples/trl_grpo.py run.toml
 
 The daemon of `run.state_dir` runs, and engines come as for any run (`run.max_engines` harvested ones at most). What is used of run.toml:

@@ -75,7 +75,7 @@ def _prepare(words: Sequence[str], folder: Path) -> None:
     """Run `python -m trainer.prepare` and end with its status where it refuses."""
     missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(f"this Python ({sys.executable}) has no {' and no '.join(missing)}", 'pip install "scavenger[trainer]"')
+        raise ConfigError(f"this Python ({sys.executable}) has no {' and no '.join(missing)}", 'pip install ".[trainer]" in a clone')
     environ = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run([sys.executable, "-m", "trainer.prepare", *words], cwd=folder, env=environ, stdin=subprocess.DEVNULL, check=False)
     if done.returncode < 0:

@@ -102,8 +102,11 @@ def _read_private(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
-            if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO) or status.st_uid != os.getuid():
-                raise AuthError(f"{path} can be read by others or belongs to another user", f"chmod 600 {path}")
+            if status.st_uid != os.getuid():
+                remedy = "keys belong to one Unix user in this release: run as that user, the daemon's (`sudo -u USER ...`, docs/site.md)"
+                raise AuthError(f"{path} belongs to another user (uid {status.st_uid}, you are {os.getuid()})", remedy)
+            if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+                raise AuthError(f"{path} can be read by others", f"chmod 600 {path}")
             return file.read(16 * 1024)
     except FileNotFoundError as error:
         raise AuthError(f"{path} does not exist", "run `scavenger init` first, or name the right state directory") from error

@@ -32,7 +32,7 @@ def inject(model: Any, settings: LoraSection) -> None:
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
-        raise ConfigError("lora.rank needs peft", 'install it: pip install "scavenger[lora]"') from error
+        raise ConfigError("lora.rank needs peft", 'install it: pip install ".[lora]" in a clone of Scavenger') from error
     ends = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     ends -= _heads(model)
     if strange := sorted(set(settings.targets) - ends):

@@ -66,7 +66,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
-        raise ConfigError("Parquet files need pyarrow", 'install it: pip install "scavenger[parquet]"') from error
+        raise ConfigError("Parquet files need pyarrow", 'install it: pip install ".[parquet]" in a clone of Scavenger') from error
     try:
         table = parquet.read_table(path)
     except (OSError, ArrowException) as error:

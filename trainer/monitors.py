@@ -37,7 +37,7 @@ class TensorBoard:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise ConfigError("monitor.tensorboard needs tensorboard", 'install it: pip install "scavenger[tensorboard]"') from error
+            raise ConfigError("monitor.tensorboard needs tensorboard", 'install it: pip install ".[tensorboard]" in a clone') from error
         self._make: Any = SummaryWriter
         self._folder = str(out_dir / self.name)
         self._writer: Any = None
@@ -66,7 +66,7 @@ class WeightsAndBiases:
         try:
             import wandb
         except ImportError as error:
-            raise ConfigError("monitor.wandb needs wandb", 'install it: pip install "scavenger[wandb]"') from error
+            raise ConfigError("monitor.wandb needs wandb", 'install it: pip install ".[wandb]" in a clone') from error
         monitor, run = config.monitor, config.run
         self._failures = (OSError, wandb.errors.Error)
         try:

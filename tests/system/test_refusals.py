@@ -107,7 +107,7 @@ def test_a_key_or_value_of_run_toml(section: dict[str, Any], said: str, tmp_path
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (lambda key: key.chmod(0o644), ("can be read by others or belongs to another user", "chmod 600")),
+        (lambda key: key.chmod(0o644), ("can be read by others", "chmod 600")),
         (lambda key: key.unlink(), ("does not exist", "scavenger init")),
         (lambda key: key.write_bytes(b"{}"), ("is not a key file", "scavenger init")),
     ],

@@ -341,7 +341,7 @@ def test_an_engine_that_is_not_installed_is_refused(run: Path, monkeypatch: pyte
     change(run, 'name = "reference"', 'name = "vllm"')
     real = check.importlib.util.find_spec
     monkeypatch.setattr(check.importlib.util, "find_spec", lambda name: None if name == "vllm" else real(name))
-    assert 'pip install "scavenger[vllm]"' in refused(run)["engine"]
+    assert 'pip install ".[vllm]"' in refused(run)["engine"]
 
 
 def test_a_daemon_that_was_never_started_is_told(run: Path, site: Path) -> None:

@@ -20,7 +20,7 @@ from tests.router.edge import LiveDaemon
 from trainer.tasks import sort
 
 pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason='trl is not installed: pip install "scavenger[trl]"'),
+    pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason='trl is not installed: pip install ".[trl]"'),
     pytest.mark.long,
     pytest.mark.timeout(600),
 ]

@@ -25,7 +25,7 @@ from scavenger.weights.store import Store
 from scavenger.weights.transfer import Limits
 from tests.weights.test_shared_version import published, shared, sources
 
-MISSING = "NIXL is not installed: pip install 'scavenger[nixl]' (its wheels are for Linux, and bring UCX)"
+MISSING = "NIXL is not installed: pip install '.[nixl]' in a clone (its wheels are for Linux, and bring UCX)"
 needs_nixl = pytest.mark.skipif(not rdma.installed(), reason=MISSING)
 
 

@@ -188,7 +188,7 @@ def _algorithm(config: RunConfig) -> str:
 
     resolve(config.algorithm, config.sampling.max_tokens)
     if config.lora.rank and importlib.util.find_spec("peft") is None:
-        raise ConfigError("lora.rank needs peft", 'install it: pip install "scavenger[lora]"')
+        raise ConfigError("lora.rank needs peft", 'install it: pip install ".[lora]" in a clone')
     return config.algorithm.name
 
 
@@ -198,7 +198,7 @@ def _engine(config: RunConfig) -> str:
         if importlib.util.find_spec("vllm") is None:
             raise ConfigError(
                 'engine.name = "vllm", and this Python has no vLLM',
-                'pip install "scavenger[vllm]" on the training job\'s nodes and for harvest.python, or set engine.name = "reference"',
+                'pip install ".[vllm]" in a clone on the training job\'s nodes and for harvest.python, or set engine.name = "reference"',
             )
         return "vllm"
     from trainer.prepare import engines
