@@ -457,7 +457,7 @@ def _read(model: type[C], path: Path) -> C:
     try:
         data = tomllib.loads(path.read_text())
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}", "name the file (the daemon's: --config or SCAVENGER_CONFIG); `scavenger init` writes one") from error
+        raise ConfigError(f"{path}: {error.strerror}", "name it (--config, SCAVENGER_CONFIG); `scavenger init` writes one") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not TOML: {error}") from error
     return parse(model, path, data)
