@@ -58,7 +58,10 @@ def daemon_document(options: SiteOptions, state_dir: Path, local_dir: Path | Non
         cluster["local_dir"] = str(local_dir)
     # Its GPUs are taken back every few seconds: at a price no engine would earn its start, and none would be asked for.
     router = {"harvested_gpu_price": 0.0}
-    harvest = {"partition": "scavenge", "max_engines": options.max_engines, "max_pending": 2, "time_limit_s": 1800.0}
+    # Slurm places the engines: filled up node by node, they would all be lost to each of the few large jobs that are played here.
+    harvest = {
+        "partition": "scavenge", "max_engines": options.max_engines, "max_pending": 2, "time_limit_s": 1800.0, "placement": "slurm",
+    }  # fmt: skip
     return {
         "daemon": {"state_dir": str(state_dir), **({"ledger": options.ledger} if options.ledger else {}), **options.daemon},
         "router": {**router, **options.router},
