@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Not this file's folder: a benchmark in it has the name of a package.
 sys.path[:] = [str(ROOT), *(place for place in sys.path if Path(place).resolve() != ROOT / "benchmarks")]
 
-from scavenger import toml  # noqa: E402
+from scavenger import toml  # noqa: E402  after the path, as all that follows
 from scavenger.cluster.layout import demo_layout  # noqa: E402
 from scavenger.cluster.model import JobState  # noqa: E402
 from scavenger.demo.site import Site, SiteOptions  # noqa: E402

@@ -167,7 +167,7 @@ def _wait(what: str, ready: object) -> None:
     while not ready():
         if time.monotonic() > deadline:
             raise SystemExit(f"{what} does not answer after 60 s")
-        time.sleep(0.05)
+        time.sleep(0.05)  # between two looks at the condition
 
 
 def fill(env: dict[str, str], nodes: int, pending: int) -> None:

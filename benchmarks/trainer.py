@@ -144,7 +144,7 @@ def _plain(tensor: Any) -> torch.Tensor:
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
 
 
-class Clock(TrainerCallback):  # type: ignore[misc]
+class Clock(TrainerCallback):  # type: ignore[misc]  # transformers has no types
     """Times TRL's steps. After the first, which warms up and shows its gradients, one of ours follows each, outside TRL's time."""
 
     def __init__(self, ours: Ours | None) -> None:

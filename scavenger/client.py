@@ -63,7 +63,7 @@ class Client:
         client = cls(state_dir, keys.read_keypair(key_path or keys.owner_key_path(state_dir)), give_up_s)
         try:
             client.reconnect()
-        except BaseException:
+        except BaseException:  # a Ctrl-C too: its context would outlive it
             client.close()
             raise
         return client

@@ -79,7 +79,11 @@ class Front:
             found.append(Reloader(self.config, self._reread, apply, server.write, self.notifier, clock).run(self._asked))
         if harvester is not None:
             logs, most_bytes = self.config.daemon.state_dir / "logs", self.config.harvest.logs_mb * 2**20
-            live = lambda: {f"{intent_id}.log" for intent_id in harvester.tracker.intents}  # noqa: E731
+            tracker = harvester.tracker
+
+            def live() -> set[str]:
+                return {f"{intent_id}.log" for intent_id in tracker.intents}
+
             found.append(joblogs.watch(logs, live, most_bytes, stop))
         if self._exporter is not None and self._tally is not None and self._counted is not None:
             tally, counted, core = self._tally, self._counted, server.router.core
@@ -89,7 +93,8 @@ class Front:
                 ill = len(harvester.tracker.health.quarantined(status.at)) if harvester is not None else 0
                 demand = server.router.demand(status.at) if harvester is not None else ()
                 lag_s = counted.lag_s(status.backlog_records)
-                return reading.take(status, core, tally, lag_s, demand, harvester.cluster if harvester is not None else None, ill)
+                rpcs = harvester.cluster.rpc.counts() if harvester is not None else {}
+                return reading.take(status, core, tally, lag_s, demand, rpcs, ill)
 
             found.append(self._exporter.run(read, stop))
         return found

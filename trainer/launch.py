@@ -167,7 +167,7 @@ def run(made: Plan, environ: Mapping[str, str]) -> int:
             _check(engines)
             if made.daemon is not None:
                 made.daemon.tend(time.monotonic())
-            time.sleep(POLL_S)
+            time.sleep(POLL_S)  # between two looks at the processes
         return ranks.returncode
     except _Ended as ended:
         print(f"launch: {ended}: the job ends; the run can be resumed", flush=True)
@@ -195,7 +195,7 @@ def _let_save(ranks: subprocess.Popen[bytes], grace_s: float) -> None:
     ranks.send_signal(signal.SIGUSR1)
     deadline = time.monotonic() + grace_s
     while ranks.poll() is None and not again and time.monotonic() < deadline:
-        time.sleep(POLL_S)
+        time.sleep(POLL_S)  # between two looks at the ranks
 
 
 def _check(engines: Sequence[Engine]) -> None:

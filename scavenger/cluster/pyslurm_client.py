@@ -89,11 +89,6 @@ class PyslurmCluster:
         return self._commands.rpc
 
     @property
-    def rpc_counts(self) -> dict[str, int]:
-        """What metrics read: requests sent so far, by what they asked for."""
-        return self.rpc.counts()
-
-    @property
     def pid(self) -> int:
         """Of the process that has pyslurm; 0 while there is none."""
         return self._child.pid

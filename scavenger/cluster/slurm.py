@@ -74,11 +74,6 @@ class SlurmCluster:
         """What our commands run in: a Slurm of its own is found by SLURM_CONF, and nothing of an outer job steers it."""
         return dict(self._env)
 
-    @property
-    def rpc_counts(self) -> dict[str, int]:
-        """What metrics read: requests sent so far, by what they asked for."""
-        return self.rpc.counts()
-
     def version(self) -> str:
         """Of Slurm's commands, as they say it themselves; asks no controller. Raises `ClusterError`."""
         return commands.parse_version(self._ask(commands.version_argv(), {}))

@@ -114,7 +114,7 @@ def _wait(said: Path, job_id: int, env: Mapping[str, str] | None, wait_s: float)
             return Answer(text + "requeue=ok\n")
         if state not in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", ""):
             return Answer(text) if "node=" in text else Answer(error=_silent(job_id, state))
-        time.sleep(POLL_S)
+        time.sleep(POLL_S)  # between two looks at the job: Slurm tells nobody
     if "node=" in text:
         return Answer(text)
     was = f"{state or 'not to be asked for'} ({reason or 'no reason given'})"

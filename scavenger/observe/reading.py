@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
 
 from scavenger import __version__
 from scavenger.ledger.faults import WriterState
@@ -20,18 +19,10 @@ from scavenger.router.machine import Demand
 from scavenger.router.state import Run, SampleStatus
 
 
-@runtime_checkable
-class CountsRpcs(Protocol):
-    """A cluster backend that counts what it asks Slurm, by kind: commands by name, or calls."""
-
-    @property
-    def rpc_counts(self) -> Mapping[str, int]: ...
-
-
 def take(
-    status: Status, core: Core, tally: Tally, lag_s: float, demand: Sequence[Demand], cluster: object, quarantined: int
+    status: Status, core: Core, tally: Tally, lag_s: float, demand: Sequence[Demand], rpcs: Mapping[str, int], quarantined: int
 ) -> Reading:
-    """One reading. `status`: what the daemon says of itself at this moment. `lag_s`: of the ledger."""
+    """One reading. `status`: what the daemon says of itself at this moment. `lag_s`: of the ledger. `rpcs`: sent to Slurm, by kind."""
     s = status
     wanted = {d.run: d.engines for d in demand}
     return read(
@@ -40,7 +31,7 @@ def take(
             s.wal_bytes, s.wal_blocked, s.payload_bytes, s.payload_bound_bytes, tally,
             runs=tuple(_run(run, wanted.get(run.name, 0)) for run in core.runs.values() if not run.ended),
             quarantined=quarantined,
-            rpcs=dict(cluster.rpc_counts) if isinstance(cluster, CountsRpcs) else {},
+            rpcs=rpcs,
         )
     )  # fmt: skip
 

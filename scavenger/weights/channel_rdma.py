@@ -48,7 +48,7 @@ class RdmaChannel:
             if not isinstance(answer, Reached):
                 raise WireError(f"the holder is not read by NIXL: {getattr(answer, 'reason', answer)}")
             return cls(asking, answer, manifest, patience_s)
-        except BaseException:
+        except BaseException:  # whatever it was, the connection is not the caller's to close
             asking.close()
             raise
 

@@ -36,7 +36,7 @@ class Arm:
     waited_s: list[float] = field(default_factory=list)
 
 
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(900)
 def test_engines_are_lost_in_three_ways_and_training_does_not_notice(
     tmp_path: Path, small_model: Path, undisturbed: play.Result
 ) -> None:
@@ -62,7 +62,7 @@ def test_engines_are_lost_in_three_ways_and_training_does_not_notice(
 
 def _lose_engines(site: Site, arm: Arm) -> None:
     """Take engines that hold samples, node by node, until the arm has its share."""
-    deadline = time.monotonic() + 120  # an engine that was lost starts for ten seconds and more
+    deadline = time.monotonic() + 240  # six engines that start at once on two busy cores import for half a minute, twice in an arm
     while len(arm.lost) < PER_ARM:
         assert time.monotonic() < deadline, f"{arm.name}: only {len(arm.lost)} engines were at work to be lost\n{play.logs(site)}"
         assert play.steps_done(site) < STEPS, f"{arm.name}: the run ended before its engines were lost"

@@ -69,7 +69,7 @@ def until(what: str, condition: object, timeout_s: float = 150.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, what
-        time.sleep(0.02)
+        time.sleep(0.02)  # between two looks at the condition
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

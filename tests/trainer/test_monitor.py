@@ -159,7 +159,7 @@ def test_what_is_not_asked_for_is_not_imported_and_what_is_missing_is_an_error(t
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     monkeypatch.setitem(sys.modules, "wandb", None)
     for monitor, extra in (({"tensorboard": True}, "tensorboard"), ({"wandb": "offline"}, "wandb")):
-        with pytest.raises(ConfigError, match=rf"scavenger\[{extra}\]"):
+        with pytest.raises(ConfigError, match=rf"pip install .*\[{extra}\]"):
             chosen(config(tmp_path, **monitor))
 
 

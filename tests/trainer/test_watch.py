@@ -125,7 +125,7 @@ def job(out: Path) -> Iterator[subprocess.Popen[str]]:
         while not all((out / name).exists() for name in ("rank-0", "rank-1", "listening")):
             assert process.poll() is None, process.communicate()[1][-2000:]
             assert time.monotonic() < stop
-            time.sleep(0.02)
+            time.sleep(0.02)  # between two looks
         yield process
     finally:
         for mark in out.glob("rank-?"):
@@ -151,7 +151,7 @@ def test_a_stopped_rank_is_named_with_who_waits_for_it_and_the_job_ends_to_be_re
         stop = time.monotonic() + 20
         while running(pid):  # mpirun ends it, stopped as it is
             assert time.monotonic() < stop
-            time.sleep(0.02)
+            time.sleep(0.02)  # between two looks
 
 
 @pytest.mark.mpi
