@@ -27,6 +27,7 @@ def layout_for_tests(*, grace_s: float = 10.0, requeue_delay_s: float = 6.0) -> 
     lowest = PreemptMode.REQUEUE
     return Layout(
         nodes=("node0", *SHARED), gpus=4, requeue_delay_s=requeue_delay_s,
+        kill_wait_s=6.0,  # what an engine without a GraceTime has to say goodbye, on a machine that is busy with other tests
         partitions=(
             PartitionLayout(name="reserved", nodes=("node0",), priority_tier=100),
             PartitionLayout(name="normal", nodes=SHARED, priority_tier=10),
@@ -36,7 +37,7 @@ def layout_for_tests(*, grace_s: float = 10.0, requeue_delay_s: float = 6.0) -> 
     )  # fmt: skip
 
 
-def wait_for(what: str, condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
+def wait_for(what: str, condition: Callable[[], bool], timeout_s: float = 90.0) -> None:
     """Poll until the condition holds; fail naming what did not happen."""
     deadline = time.monotonic() + timeout_s
     while not condition():

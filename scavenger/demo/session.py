@@ -42,7 +42,7 @@ class DemoOptions:
     out: Path
     backend: str = "auto"
     grace_s: float = 2.0
-    preempt_every_s: float = 4.0
+    preempt_every_s: float = 5.0
     hold_s: float = 4.0
     max_engines: int = 3
     time_limit_s: float = 420.0

@@ -72,7 +72,7 @@ def spec(script: str, *, partition: str = "scavenge0", gpus: int = 1, node: str 
                    environment={"PYTHONPATH": str(ROOT)}, **more)  # type: ignore[arg-type]  # fmt: skip
 
 
-def until(backend: Backend, job_id: int, state: JobState, *, restarts: int = 0, timeout_s: float = 30.0) -> Job:
+def until(backend: Backend, job_id: int, state: JobState, *, restarts: int = 0, timeout_s: float = 90.0) -> Job:
     """Wait until the job is plainly in the state: no flag, and so no processes of an earlier life."""
     def holds() -> bool:
         job = backend.job(job_id)

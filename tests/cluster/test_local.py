@@ -120,7 +120,7 @@ def test_a_server_and_its_jobs_end_with_a_user_that_was_killed(tmp_path: Path) -
         now = procs.snapshot()
         return not any(p in now and now[p].start == start and now[p].state != "Z" for p, start in everything.items())
 
-    wait_for("the server and the job are gone", gone, 10)
+    wait_for("the server and the job are gone", gone, 60)
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def test_a_sandbox_ends_with_a_user_that_was_killed() -> None:
         now = procs.snapshot()
         return not any(p in now and now[p].start == start and now[p].state != "Z" for p, start in everything.items())
 
-    wait_for("every daemon, step and job process is gone", gone, 10)
+    wait_for("every daemon, step and job process is gone", gone, 60)
     wait_for("the folder is gone", lambda: not Path(folder).exists(), 5)
 
 

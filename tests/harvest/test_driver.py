@@ -185,7 +185,7 @@ async def running(harvester: Harvester, *, cancel: bool = False) -> AsyncIterato
         await task
 
 
-async def until(what: str, condition: Callable[[], object], timeout_s: float = 15.0) -> None:
+async def until(what: str, condition: Callable[[], object], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}"

@@ -35,12 +35,12 @@ def test_a_preempted_job_comes_back_under_its_id_and_leaves_when_nobody_wants_it
             await until("an engine runs and is observed", lambda: world.of(rec.HoldStarted))
             [mine] = world.jobs(JobState.RUNNING)
             theirs = [cluster.submit(spec(workdir="/tmp")) for _ in range(2)]
-            await until("the router knows", lambda: world.of(JobGone), 30.0)
-            await until("it waits", lambda: [job for job in world.jobs(JobState.PENDING) if job.job_id == mine.job_id], 30.0)
+            await until("the router knows", lambda: world.of(JobGone), 90.0)
+            await until("it waits", lambda: [job for job in world.jobs(JobState.PENDING) if job.job_id == mine.job_id], 90.0)
             await asyncio.to_thread(cluster.cancel, tuple(theirs))
-            await until("it holds again", lambda: len(world.of(rec.HoldStarted)) == 2, 40.0)
+            await until("it holds again", lambda: len(world.of(rec.HoldStarted)) == 2, 90.0)
             world.want(0)
-            await until("it is closed", lambda: world.of(rec.JobEnded), 30.0)
+            await until("it is closed", lambda: world.of(rec.JobEnded), 90.0)
 
     asyncio.run(play())
     assert [(h.restart_count, h.job_id) for h in world.of(rec.HoldStarted)] == [(n, world.of(rec.JobSubmitted)[0].job_id) for n in (0, 1)]
@@ -57,9 +57,9 @@ def test_a_peer_whom_slurm_would_let_wait_gets_a_node_within_his_time(cluster: S
     async def play() -> None:
         world.want(4)
         async with running(world.harvester(peer_yield_s=0.5, max_pending=4, cpus_per_engine=99), cancel=True):
-            await until("all GPUs are ours", lambda: len(world.of(rec.HoldStarted)) == 4, 30.0)
+            await until("all GPUs are ours", lambda: len(world.of(rec.HoldStarted)) == 4, 90.0)
             theirs.append(await asyncio.to_thread(cluster.submit, spec("scavenge", gpus=2, workdir="/tmp")))
-            await until("the peer runs", lambda: theirs[0] in {job.job_id for job in world.jobs(JobState.RUNNING)}, 30.0)
+            await until("the peer runs", lambda: theirs[0] in {job.job_id for job in world.jobs(JobState.RUNNING)}, 90.0)
             await asyncio.to_thread(cluster.cancel, tuple(theirs))
 
     asyncio.run(play())

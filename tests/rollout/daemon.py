@@ -61,7 +61,7 @@ class FakeDaemon:
     def send(self, message: wire.Message) -> None:
         self._socket.send_multipart([self._peer, wire.encode(message)])
 
-    async def expect(self, kind: type[M], timeout_s: float = 20.0) -> M:
+    async def expect(self, kind: type[M], timeout_s: float = 60.0) -> M:
         """The next message of this kind; those before it stay in the inbox."""
         async with asyncio.timeout(timeout_s):
             while True:
@@ -71,7 +71,7 @@ class FakeDaemon:
                 self._arrived.clear()
                 await self._arrived.wait()
 
-    async def tokens(self, sample: int, length: int, timeout_s: float = 20.0) -> list[int]:
+    async def tokens(self, sample: int, length: int, timeout_s: float = 60.0) -> list[int]:
         """Collect a sample's chunks, in order, until `length` tokens are there; checks that resends are exact."""
         have: list[int] = []
         while len(have) < length:

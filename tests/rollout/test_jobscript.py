@@ -68,7 +68,7 @@ def test_a_job_that_waits_for_slurm_outlives_a_squeue_that_fails(tmp_path: Path)
         (tmp_path / name).chmod(0o755)
     environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
     text = script("slurm", leave="wait")
-    done = subprocess.run(["bash", "-c", text], env=environ, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(["bash", "-c", text], env=environ, capture_output=True, text=True, timeout=90, check=False)
     assert done.returncode == 75
     assert path.read_text().count("asked") == 4, "until Slurm took the job"
 
@@ -98,7 +98,7 @@ class Site:
         return next((job for job in self.cluster.view().jobs if job.job_id == job_id), None)
 
     async def until(self, what: str, condition: Callable[[], bool]) -> None:
-        await asyncio.to_thread(wait_for, what, condition, 40.0)
+        await asyncio.to_thread(wait_for, what, condition, 90.0)
 
 
 @pytest.fixture(params=[pytest.param("slurm", marks=pytest.mark.slurm), "local"])
@@ -112,7 +112,7 @@ def site(request: pytest.FixtureRequest, tmp_path: Path) -> Site:
 
 
 async def greeted(daemon: FakeDaemon) -> wire.WorkerHello:
-    hello = await daemon.expect(wire.WorkerHello, 40.0)
+    hello = await daemon.expect(wire.WorkerHello, 90.0)
     daemon.send(wire.Welcome(1, 1, "run", models.spec(), 0.5, 50.0, 8))
     return hello
 
@@ -125,7 +125,7 @@ def test_a_preempted_engine_says_goodbye_and_its_job_comes_back(site: Site, part
             hello = await greeted(daemon)
             assert (hello.job_id, hello.incarnation, hello.node, hello.gpus) == (job_id, 0, "node1", 1)
             other = site.take_the_node_back()
-            goodbye = await daemon.expect(wire.Goodbye, 40.0)
+            goodbye = await daemon.expect(wire.Goodbye, 90.0)
             assert goodbye.notice
             daemon.send(wire.GoodbyeAck())
             await site.until("the other user's job runs", lambda: _is(site.job(other), JobState.RUNNING))
@@ -145,7 +145,7 @@ def test_a_cancelled_engine_never_comes_back(site: Site) -> None:
             job_id = site.submit("scavenge")
             await greeted(daemon)
             site.cluster.cancel((job_id,))
-            await daemon.expect(wire.Goodbye, 40.0)
+            await daemon.expect(wire.Goodbye, 90.0)
             daemon.send(wire.GoodbyeAck())
             await site.until("the job has ended", lambda: _ended(site.job(job_id)))
             return job_id
@@ -160,7 +160,7 @@ def test_a_drained_engines_job_ends_completed(site: Site) -> None:
             job_id = site.submit("scavenge")
             await greeted(daemon)
             daemon.send(wire.Drain("surplus"))
-            await daemon.expect(wire.Goodbye, 40.0)
+            await daemon.expect(wire.Goodbye, 90.0)
             daemon.send(wire.GoodbyeAck())
             await site.until("the job has ended", lambda: _ended(site.job(job_id)))
             return job_id

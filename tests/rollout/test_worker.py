@@ -140,7 +140,7 @@ class Stage:
         self.daemon.close()
         self.daemon = FakeDaemon(self.path, SERVER, {ME.public}, self.daemon.generation + 1)
 
-    async def ends(self, code: int, within_s: float = 5.0) -> Leave:
+    async def ends(self, code: int, within_s: float = 30.0) -> Leave:
         leave = await asyncio.wait_for(self.worker, within_s)
         assert leave.code == code
         return leave
@@ -157,7 +157,7 @@ def play(tmp_path: Path) -> Run:
         async def main() -> None:
             stage = Stage(tmp_path, limits)
             try:
-                await asyncio.wait_for(scene(stage), 30.0)
+                await asyncio.wait_for(scene(stage), 90.0)
             finally:
                 stage.worker.cancel()
                 await asyncio.gather(stage.worker, return_exceptions=True)
@@ -549,7 +549,7 @@ def test_a_wrong_key_ends_the_process_with_78(tmp_path: Path) -> None:
     async def main() -> None:
         with FakeDaemon(tmp_path, SERVER, {ME.public}):
             async with process(tmp_path, _key_file(tmp_path, keys.generate())) as worker:
-                assert await asyncio.wait_for(worker.wait(), 30.0) == EXIT_REFUSED
+                assert await asyncio.wait_for(worker.wait(), 90.0) == EXIT_REFUSED
                 assert worker.stderr is not None
                 assert b"does not accept this worker's key" in await worker.stderr.read()
 
@@ -561,7 +561,7 @@ def test_a_key_that_others_can_read_is_refused_with_its_remedy(tmp_path: Path) -
         key = _key_file(tmp_path, ME)
         key.chmod(0o644)
         async with process(tmp_path, key) as worker:
-            assert await asyncio.wait_for(worker.wait(), 30.0) == EXIT_REFUSED
+            assert await asyncio.wait_for(worker.wait(), 90.0) == EXIT_REFUSED
             assert worker.stderr is not None
             assert b"chmod 600" in await worker.stderr.read()
 

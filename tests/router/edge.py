@@ -199,13 +199,13 @@ class Peer:
     def say(self, message: wire.Message | bytes) -> None:
         self.socket.send(message if isinstance(message, bytes) else wire.encode(message))
 
-    def hear(self, timeout_s: float = 5.0) -> wire.ToWorker | None:
+    def hear(self, timeout_s: float = 30.0) -> wire.ToWorker | None:
         return wire.decode_to_worker(self.socket.recv()) if self.socket.poll(int(timeout_s * 1000)) else None
 
-    def hear_trainer(self, timeout_s: float = 5.0) -> wire.ToTrainer | None:
+    def hear_trainer(self, timeout_s: float = 30.0) -> wire.ToTrainer | None:
         return wire.decode_to_trainer(self.socket.recv()) if self.socket.poll(int(timeout_s * 1000)) else None
 
-    def await_kind(self, kind: type, timeout_s: float = 5.0) -> wire.Message:
+    def await_kind(self, kind: type, timeout_s: float = 60.0) -> wire.Message:
         """The next message of a kind."""
         deadline = time.monotonic() + timeout_s
         while (left := deadline - time.monotonic()) > 0:

@@ -47,7 +47,7 @@ def publish(run: Run, version: int, step: int = 0) -> None:
     run._published[version] = body
 
 
-def eventually(condition, timeout_s: float = 8.0) -> None:  # type: ignore[no-untyped-def]
+def eventually(condition, timeout_s: float = 60.0) -> None:  # type: ignore[no-untyped-def]
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it never came true"
@@ -180,7 +180,7 @@ def test_frames_of_another_pattern_are_ignored(daemon: LiveDaemon) -> None:
 # ---------------------------------------------------------------- the client
 
 
-def collect(run: Run, groups: int, timeout_s: float = 20.0) -> list[wire.GroupDone]:
+def collect(run: Run, groups: int, timeout_s: float = 60.0) -> list[wire.GroupDone]:
     found: list[wire.GroupDone] = []
     deadline = time.monotonic() + timeout_s
     while len(found) < groups:

@@ -48,7 +48,7 @@ def test_on_slurm_a_cancelled_engine_is_replaced_and_stays_cancelled_and_a_daemo
         assert (len(moves), set(moves)) == (12, {0, 1}), leases
         assert moves.count(1) <= 4, leases
         assert play.ask(site, "SELECT sum(regenerated) FROM samples") == [(0,)], "it said goodbye first"
-        play.wait_for("our jobs to leave the queue", lambda: not play.jobs_left(site), 30)
+        play.wait_for("our jobs to leave the queue", lambda: not play.jobs_left(site), 60)
         was = play.job(site, job)
         assert was is None or (was.state, was.restart_count) == (JobState.CANCELLED, 0)
         kinds = play.ask(site, "SELECT DISTINCT kind FROM events")

@@ -53,7 +53,7 @@ def test_engines_are_lost_in_three_ways_and_training_does_not_notice(
             site.sandbox.run("scontrol", "update", "PartitionName=scavenge", f"GraceTime={arm.grace_s:.0f}")
             _lose_engines(site, arm)
         play.finish(site, training)
-        play.wait_for("our jobs to leave the queue", lambda: not play.jobs_left(site), 20)
+        play.wait_for("our jobs to leave the queue", lambda: not play.jobs_left(site), 60)
         assert play.result(site) == undisturbed.until(STEPS)
         _check_ledger(site, arms)
         for arm in arms[:2]:

@@ -92,7 +92,7 @@ def job(folder: Path, python: Path) -> tuple[list[str], dict[str, str]]:
 
 def awaited(path: Path) -> int:
     """The process id that a stand-in wrote to `path`."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 90
     while not path.exists():
         assert time.monotonic() < deadline, path
         time.sleep(0.02)
@@ -109,9 +109,9 @@ def running(pid: int) -> bool:
 
 def test_the_job_ends_its_engines_with_the_ranks_status(tmp_path: Path) -> None:
     """The launcher's own process, with a stand-in for Python that tells the two apart."""
-    fake = fake_python(tmp_path, f'case "$2" in trainer) sleep 1; exit 5;; *) echo $$ > {tmp_path}/engine; exec sleep 60;; esac')
+    fake = fake_python(tmp_path, f'case "$2" in trainer) sleep 1; exit 5;; *) echo $$ > {tmp_path}/engine; exec sleep 600;; esac')
     script, environ = job(tmp_path, fake)
-    done = subprocess.run(script, env=environ, timeout=30, check=False)
+    done = subprocess.run(script, env=environ, timeout=90, check=False)
     assert done.returncode == 5
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "engine").read_text()), 0)
@@ -119,13 +119,13 @@ def test_the_job_ends_its_engines_with_the_ranks_status(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_job_that_is_ended_leaves_neither_engines_nor_ranks(number: signal.Signals, tmp_path: Path) -> None:
-    fake = fake_python(tmp_path, f"echo $$ > {tmp_path}/$2.new; mv {tmp_path}/$2.new {tmp_path}/$2; exec sleep 60")
+    fake = fake_python(tmp_path, f"echo $$ > {tmp_path}/$2.new; mv {tmp_path}/$2.new {tmp_path}/$2; exec sleep 600")
     script, environ = job(tmp_path, fake)
     process = subprocess.Popen(script, env=environ)
     pids = [awaited(tmp_path / name) for name in ("trainer", "rollout")]
     process.send_signal(number)
-    assert process.wait(20) in (143, -9)
-    deadline = time.monotonic() + 10
+    assert process.wait(90) in (143, -9)
+    deadline = time.monotonic() + 60
     while alive := [pid for pid in pids if running(pid)]:
         assert time.monotonic() < deadline, alive
         time.sleep(0.02)
@@ -133,12 +133,12 @@ def test_a_job_that_is_ended_leaves_neither_engines_nor_ranks(number: signal.Sig
 
 def test_a_job_whose_every_engine_is_refused_ends_with_their_reason(tmp_path: Path) -> None:
     fake = fake_python(
-        tmp_path, 'case "$2" in trainer) exec sleep 60;; *) echo "rollout: no such key" >&2; echo "  remedy: enroll" >&2; exit 78;; esac'
+        tmp_path, 'case "$2" in trainer) exec sleep 600;; *) echo "rollout: no such key" >&2; echo "  remedy: enroll" >&2; exit 78;; esac'
     )
     script, environ = job(tmp_path, fake)
     quick = "import sys; from trainer import launch, reserved; real = reserved.ended; "
     quick += "reserved.ended = lambda *end: (real(*end)[0], 0.05); sys.exit(launch.main(sys.argv[1:]))"
-    done = subprocess.run([sys.executable, "-c", quick, script[-1]], env=environ, timeout=30, check=False, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", quick, script[-1]], env=environ, timeout=90, check=False, capture_output=True, text=True)
     assert done.returncode == 1
     assert "every reserved engine was refused 5 times in a row: no such key; remedy: enroll" in done.stderr
     assert done.stdout.count("reserved engine 0 was refused: no such key; remedy: enroll; again in") == 5

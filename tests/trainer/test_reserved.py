@@ -89,7 +89,7 @@ print("rollout: life", os.environ["SCAVENGER_RESTART_COUNT"], file=sys.stderr, f
 os._exit([0, 78, 70][int(os.environ["SCAVENGER_RESTART_COUNT"])])
 """
     engine = reserved.Engine([sys.executable, "-S", "-c", script], os.environ, 4)
-    now, deadline, waits = 0.0, time.monotonic() + 20, []
+    now, deadline, waits = 0.0, time.monotonic() + 90, []
     while len(waits) < 3:
         assert time.monotonic() < deadline
         before = engine.start_at

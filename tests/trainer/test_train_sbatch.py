@@ -56,7 +56,7 @@ def test_a_cancelled_job_stays_cancelled(slurm_sandbox: SlurmSandbox, tmp_path: 
     job = submitted(slurm_sandbox, tmp_path, 143)
     cluster = SlurmCluster(slurm_sandbox.env)
     cluster.cancel((job,))
-    wait_for("the job to be gone", lambda: not unfinished(cluster.view()), 60)
+    wait_for("the job to be gone", lambda: not unfinished(cluster.view()), 120)
     assert (tmp_path / "lives").read_text().count("life") == 1
     assert [found.state for found in cluster.view().jobs if found.job_id == job] in ([], [JobState.CANCELLED])
 
@@ -73,7 +73,7 @@ def played(folder: Path, code: int, restarts: int, scontrol: str = "exit 0") -> 
     copy = shutil.copy(SCRIPT, folder)
     kept = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "SCAVENGER_PYTHON", "SCAVENGER_BACKEND")}
     environ = kept | {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": str(restarts)}
-    return subprocess.run(["bash", copy, "run.toml"], env=environ, cwd=folder, capture_output=True, text=True, timeout=30, check=False)
+    return subprocess.run(["bash", copy, "run.toml"], env=environ, cwd=folder, capture_output=True, text=True, timeout=90, check=False)
 
 
 @pytest.mark.parametrize("answer", ["exit 1", f'[ "$(grep -c show "$(dirname "$0")/asked")" -gt 1 ] || exit 1\necho " Command={SCRIPT} "'])
