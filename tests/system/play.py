@@ -12,8 +12,9 @@ from typing import Any
 import sqlalchemy as sa
 
 from scavenger import toml
+from scavenger.cluster.layout import demo_layout
 from scavenger.cluster.model import Job, JobState
-from scavenger.demo.site import Site
+from scavenger.demo.site import Site, SiteOptions
 from scavenger.errors import ClusterUnavailable
 from scavenger.ledger import reports, store
 
@@ -91,6 +92,30 @@ def finish(site: Site, job_id: int, deadline_s: float = DEADLINE_S) -> None:
     except AssertionError as error:
         raise AssertionError(f"{error}\n{logs(site)}") from error
     assert seen.state is JobState.COMPLETED, f"the training job ended as {seen.state}\n{logs(site)}"
+
+
+def cut_short(site: Site, job_id: int) -> int:
+    """Cancel the training job, and give the last step that it completed.
+
+    For runs that are longer than anything that is to happen in them, however slow the machine is.
+    """
+    site.cluster.cancel((job_id,))
+
+    def ended() -> bool:
+        seen = job(site, job_id)
+        return seen is None or (seen.state in ENDED and not seen.flags)
+
+    wait_for("the cancelled training job to be gone", ended)
+    return steps_done(site)
+
+
+def undisturbed(model: Path, folder: Path, steps: int) -> Result:
+    """One reserved engine alone, nobody preempted, on the local backend."""
+    options = SiteOptions("local", folder, demo_layout(grace_s=1.0), observe_s=0.2)
+    with Site(options) as site:
+        run = write_run(site, model, run={"harvest": False, "steps": steps}, engine={"max_batch": 16})
+        finish(site, submit(site, run))
+        return result(site)
 
 
 def logs(site: Site, lines: int = 40) -> str:
