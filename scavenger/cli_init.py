@@ -10,7 +10,7 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -18,12 +18,17 @@ import typer
 
 from scavenger import config, keys, toml
 from scavenger.cli_options import DEFAULT_CONFIG
+from scavenger.config import DaemonConfig
 from scavenger.errors import ConfigError, ScavengerError
 
 RUN = "Of a run"
+#: Options that say something of a site's files only, and of a run's only. Elsewhere they would be dropped without a word.
+OF_SITE = frozenset({"listen", "ledger"})
+OF_DRAFT = frozenset({"force", "reward", "prompt_field", "answer_field", "engine", "gpus", "nodes", "state_dir"})
 
 
 def init(
+    context: typer.Context,
     directory: Annotated[Path, typer.Argument(help="where the files go; its name is the run's")] = Path(),
     model: Annotated[Path | None, typer.Option(help="make a run of this model, a Hugging Face folder", rich_help_panel=RUN)] = None,
     data: Annotated[Path | None, typer.Option(help="on these problems: JSONL or Parquet, a file or a folder", rich_help_panel=RUN)] = None,
@@ -43,21 +48,23 @@ def init(
 ) -> None:
     """Write a run's run.toml and train.sbatch (--model, --data), check them (--check), or write a site's scavenger.toml and keys.
 
-    Existing files are left as they are; a run's only with --force are overwritten.
+    Existing files are left as they are; a run's only with --force are overwritten. What was assumed is told.
     """
     if (model is None) != (data is None):
         raise typer.BadParameter("a run needs both --model and --data")
+    said = frozenset(name for name in context.params if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE")
+    _refuse_foreign(said, drafting=model is not None, check=check)
     memory = ["--gpu-memory-gb", str(gpu_memory_gb)] if gpu_memory_gb else []
     if model is not None and data is not None:
         told = {
             "--model": str(model), "--data": str(data), "--reward": reward, "--prompt-field": prompt_field, "--answer-field": answer_field,
-            "--engine": engine, "--gpus": str(gpus), "--nodes": str(nodes), "--state-dir": state_dir or _known_state_dir(),
-            "--partition": partition or "reserved",
+            "--engine": engine, "--gpus": str(gpus) if "gpus" in said else "", "--nodes": str(nodes) if "nodes" in said else "",
+            "--state-dir": state_dir or _known_state_dir(), "--partition": partition,
         }  # fmt: skip
         words = [f"{name}={value}" for name, value in told.items() if value]
         _prepare(["draft", str(directory), *words, *memory, *(["--force"] if force else [])], Path())
     elif not check:
-        _site(directory, partition or "scavenge", listen, ledger)
+        _site(directory, {"partition": partition or "scavenge", "listen": listen, "ledger": ledger}, said)
     if check:
         folder = directory.resolve()
         if not (folder / "run.toml").is_file():
@@ -84,17 +91,69 @@ def _prepare(words: Sequence[str], folder: Path) -> None:
         raise typer.Exit(done.returncode)
 
 
-def _site(directory: Path, partition: str, listen: str, ledger: str) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
+def _refuse_foreign(said: frozenset[str], *, drafting: bool, check: bool) -> None:
+    """Raises `BadParameter` for options that this call would not look at."""
+    if drafting:
+        foreign, why = said & OF_SITE, "is of a site's scavenger.toml: leave it out, or leave --model and --data out"
+    elif check:
+        foreign = said & (OF_SITE | OF_DRAFT | {"partition"})
+        why = "changes nothing of a run that is checked: change it in its run.toml or train.sbatch"
+    else:
+        foreign, why = said & (OF_DRAFT | {"gpu_memory_gb"}), "is of a run, which needs --model and --data"
+    if foreign:
+        raise typer.BadParameter(f"{', '.join('--' + name.replace('_', '-') for name in sorted(foreign))} {why}")
+
+
+def _site(directory: Path, wanted: Mapping[str, str], said: frozenset[str]) -> None:
     path, state_dir = directory / "scavenger.toml", (directory / "state").resolve()
+    if path.exists():
+        _refuse_unapplied(path, {name: value for name, value in wanted.items() if name in said})
+    directory.mkdir(parents=True, exist_ok=True)
     for written in keys.init_state(state_dir, getpass.getuser()):
         print(f"wrote {written}")
     if path.exists():
         print(f"left {path} as it is")
         return
+    # at 0.0.0.0 the name of the host on which the daemon runs is announced: a name that is written here would be of this one for ever
+    reached = {"listen": wanted["listen"]} | ({} if wanted["listen"] == "0.0.0.0" else {"advertise": os.uname().nodename})
     document: dict[str, dict[str, object]] = {
-        "daemon": {"state_dir": state_dir, "listen": listen, "advertise": os.uname().nodename} | ({"ledger": ledger} if ledger else {}),
-        "harvest": {"partition": partition},
+        "daemon": {"state_dir": state_dir, **reached} | ({"ledger": wanted["ledger"]} if wanted["ledger"] else {}),
+        "harvest": {"partition": wanted["partition"]},
     }
     keys.write_private(path, toml.dumps(document).encode())  # a ledger's URL may hold a password
-    print(f"wrote {path}; next: scavenger check-config {path}, then scavenger daemon --config {path}")
+    print(f"wrote {path}")
+    print("\n".join(_assumed(config.read_daemon(path), said)))
+    print(f"next: scavenger check-config {path}, then scavenger daemon --config {path}")
+
+
+def _refuse_unapplied(path: Path, wanted: Mapping[str, str]) -> None:
+    """Raises `ConfigError` where the file that is there says otherwise than the options."""
+    settings = config.read_daemon(path) if wanted else None
+    if settings is None:
+        return
+    has = {"partition": settings.harvest.partition, "listen": settings.daemon.listen, "ledger": settings.daemon.ledger}
+    names = {"partition": "harvest.partition", "listen": "daemon.listen", "ledger": "daemon.ledger"}
+    differing = [name for name, value in wanted.items() if value != has[name]]
+    if differing:
+        # what a ledger's URL is stays untold: it may hold a password
+        told = "; ".join(f"--{n} was not applied" + (f" ({names[n]} = {has[n]!r} there)" if n != "ledger" else "") for n in differing)
+        which = ", ".join(names[name] for name in differing)
+        raise ConfigError(f"{path} exists already and is left as it is: {told}", f"change {which} in it, or name another directory")
+
+
+def _assumed(settings: DaemonConfig, said: frozenset[str]) -> list[str]:
+    """What a new site's file takes for granted, each with the key that says otherwise. Pure."""
+    d, h = settings.daemon, settings.harvest
+    rows = [
+        ("partition", f"harvest.partition = {h.partition!r}", "what is harvested; others must be able to preempt its jobs"),
+        ("listen", f"daemon.listen = {d.listen!r}", "the daemon's host is announced by its own name; daemon.advertise names another"),
+        ("ledger", "daemon.ledger = ''", f"SQLite at {d.state_dir / 'ledger.sqlite3'}, which must be a local disk"),
+        ("", f"harvest.account = {h.account!r}, .qos = {h.qos!r}", "Slurm's defaults for this user"),
+        ("", f"harvest.gpu_type = {h.gpu_type!r}", "GPUs of any type"),
+        ("", f"harvest.max_engines = {h.max_engines}", f"at most; with {h.cpus_per_engine} CPU each (.cpus_per_engine)"),
+        ("", f"harvest.time_limit_s = {h.time_limit_s:g}", "of an engine's job"),
+        ("", f"cluster.backend = {settings.cluster.backend!r}", "Slurm, by pyslurm where one matches, else by its commands"),
+    ]
+    shown = [(key, why) for name, key, why in rows if name not in said]
+    pad = max(len(key) for key, _ in shown) + 2
+    return ["assumed, as nothing was said (change it in the file; docs/config.md):", *(f"  {key:<{pad}}{why}" for key, why in shown)]
