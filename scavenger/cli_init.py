@@ -69,13 +69,56 @@ def init(
         folder = directory.resolve()
         if not (folder / "run.toml").is_file():
             raise ConfigError(f"{folder} holds no run.toml", f"`scavenger init {directory} --model PATH --data PATH` writes one")
-        _prepare(["check", str(folder), *memory], folder)  # the job starts there, too: a reward function may lie beside
+        fine = _checked(folder, memory)
+        if not _fits_site(folder) or not fine:
+            raise typer.Exit(ConfigError.exit_code)
 
 
 def _known_state_dir() -> str:
     """Of the daemon whose configuration is at hand; "" where none is, and the run's file says that it must be set."""
     path = Path(os.environ.get("SCAVENGER_CONFIG") or DEFAULT_CONFIG)
     return str(config.read_daemon(path).daemon.state_dir.resolve()) if path.is_file() else ""
+
+
+def _checked(folder: Path, memory: Sequence[str]) -> bool:
+    """Whether nothing was refused."""
+    try:
+        _prepare(["check", str(folder), *memory], folder)  # the job starts there, too: a reward function may lie beside
+    except typer.Exit as refused:
+        if refused.exit_code != ConfigError.exit_code:
+            raise
+        return False
+    return True
+
+
+def _fits_site(folder: Path) -> bool:
+    """Whether the site's Slurm has what train.sbatch asks for, as far as it can be asked. An unreadable run.toml was told before."""
+    from scavenger import submission
+
+    try:
+        run = config.read_run(folder / "run.toml")
+    except ConfigError:
+        return True
+    if _is_local(run.daemon.config):
+        print("  skipped  train.sbatch: the cluster is the local backend, which Slurm knows nothing of")
+        return True
+    fine = True
+    for found in submission.look(folder / "train.sbatch", run.reserved.workers):
+        fine = fine and not found.problem
+        word = "REFUSED" if found.problem else "skipped" if found.skipped else "ok     "
+        print(f"  {word}  {found.what}{f': {found.note}' if found.note else ''}")
+        for line in found.problem.splitlines():
+            print(f"           {line}")
+    return fine
+
+
+def _is_local(beside: Path | None) -> bool:
+    """Whether train.sbatch is for the local backend: as its own variable says, or the daemon's configuration at hand."""
+    from scavenger.cluster import choose
+
+    paths = (beside, Path(os.environ.get("SCAVENGER_CONFIG") or DEFAULT_CONFIG))
+    found = next((path for path in paths if path is not None and path.is_file()), None)
+    return os.environ.get("SCAVENGER_BACKEND") == "local" or (found is not None and choose.is_local(config.read_daemon(found)))
 
 
 def _prepare(words: Sequence[str], folder: Path) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
-from scavenger import cli, config
+from scavenger import cli, cli_init, config
 
 
 def test_a_site_s_file_is_its_user_s_alone_and_leaves_the_backend_to_be_found(tmp_path: Path) -> None:
@@ -65,3 +66,28 @@ def test_a_daemon_s_host_is_announced_by_the_name_that_it_has_where_it_runs(tmp_
     assert config.read_daemon(tmp_path / "any" / "scavenger.toml").daemon.advertise == ""
     init(tmp_path / "one", "--listen", "10.0.0.7")
     assert config.read_daemon(tmp_path / "one" / "scavenger.toml").daemon.advertise != ""
+
+
+@pytest.mark.parametrize(("local", "refused"), [(False, True), (True, True), (False, False)])
+def test_a_check_holds_train_sbatch_against_slurm_and_ends_with_what_either_part_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, local: bool, refused: bool
+) -> None:
+    """The trainer's part runs in a process of its own; here it is only whether it refused."""
+    asked = []
+    monkeypatch.setattr(cli_init, "_checked", lambda folder, memory: asked.append(folder) is None and not refused)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    if local:
+        monkeypatch.setenv("SCAVENGER_BACKEND", "local")
+    (tmp_path / "run.toml").write_text(
+        '[run]\nname = "r"\nsteps = 1\nstate_dir = "state"\nout_dir = "out"\n'
+        '[model]\npath = "m"\ncontext_length = 64\n[sampling]\nmax_tokens = 8\n[reserved]\nworkers = 2\n'
+    )
+    script = "#SBATCH --partition=reserved\n#SBATCH --gpus-per-node={}\n"
+    (tmp_path / "train.sbatch").write_text(script.format(2))
+    code, said = init(tmp_path, "--check")
+    assert (code, len(asked)) == (2 if refused else 0, 1), said
+    assert ("local backend" if local else "there is no scontrol") in said
+    (tmp_path / "train.sbatch").write_text(script.format(1))
+    code, said = init(tmp_path, "--check")
+    assert (code, "REFUSED" in said) == (2 if refused or not local else 0, not local), said

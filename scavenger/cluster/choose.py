@@ -95,9 +95,9 @@ def answer(cluster: Cluster) -> ClusterInfo:
         raise
     except ClusterError as error:
         remedy = "try `scontrol ping`: this needs a host with slurm.conf (or SLURM_CONF) and a controller that it reaches"
-        raise ConfigError(f"the cluster's commands do not work on this host: {_short(error.cause)}", error.remedy or remedy) from error
+        raise ConfigError(f"the cluster's commands do not work on this host: {short(error.cause)}", error.remedy or remedy) from error
 
 
-def _short(cause: str) -> str:
+def short(cause: str) -> str:
     """The last complaint of a command that says several, each after "error:" or "fatal:": the one that it gave up for."""
     return re.split(r"\b(?:error|fatal): ", cause)[-1].strip() or cause
