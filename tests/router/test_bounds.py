@@ -39,13 +39,15 @@ def test_a_worker_that_greets_as_a_new_one_for_ever_makes_rows_at_a_low_rate_and
 
 
 def test_a_worker_that_falls_silent_and_comes_back_for_ever_is_told_of_less_and_less() -> None:
-    bench = started()
-    bench.hello(W1)
+    bench = Bench()
+    bench.open()
+    bench.publish()
+    bench.join(W1)
     silent_s = bench.router.core.limits.suspect_s + 0.5
     times = 4 * REFUSALS_TOLD
     for _ in range(times):
-        bench.tick(silent_s, step=silent_s)
-        bench.say(W1, Heartbeat((), 0, -1))
+        bench.tick(silent_s)
+        bench.say(W1, Heartbeat((), 0, 1))
     assert bench.router.core.counters["worker_suspect"] == bench.router.core.counters["worker_back"] == times
     for kind in ("worker_suspect", "worker_back"):
         assert len(bench.events(kind)) == REFUSALS_TOLD + 2, kind  # the first 100, and at 200 and 400
