@@ -16,7 +16,7 @@ from scavenger.router.told import Told
 from scavenger.weights.directory import Directory
 from scavenger.wire import EngineSpec, Fleet, OpenRun, SampleKey, Sampling, Trained, WeightSource
 
-#: Refusals of one worker, or of one key, that become events; after these every hundredth does, the others are counted.
+#: Refusals of one worker, or of one key, that become events; after these the 200th, 400th, 800th and so on do, the others are counted.
 REFUSALS_TOLD = 100
 #: Keys whose nonsense and budgets are remembered: those that were heard of last.
 MAX_KEYS = 4096
