@@ -47,7 +47,9 @@ EXTRAS = {
     # Another trainer on the same engines: examples/trl_grpo.py. Its test is skipped without it.
     "trl": [*TRAINER, "trl>=1.16", "datasets>=4.7", "accelerate>=1.10"],
     "postgres": ["psycopg[binary]>=3.1"],
-    "pyslurm": ["pyslurm"],
+    # Only the one of the site's own Slurm X.Y works, and of those only 22.5 is read. pip would bring the newest release: the right one is
+    # built from pyslurm's tag with the site's headers (scripts/build-pyslurm), and pip refuses what could not be used anyway.
+    "pyslurm": ["pyslurm==22.5.*"],
     "nixl": ["nixl>=1.0"],
     # A launcher and library for machines without their own MPI; a cluster uses its site's.
     "mpi": ["mpich>=4.2"],

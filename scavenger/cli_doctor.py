@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import getpass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -13,6 +14,7 @@ from scavenger import config
 from scavenger.cli_options import DEFAULT_CONFIG, ConfigOption
 from scavenger.config import DaemonConfig
 from scavenger.doctor.facts import Wanted
+from scavenger.doctor.findings import Finding
 from scavenger.errors import ConfigError
 
 
@@ -33,29 +35,40 @@ def doctor(
     layout: Annotated[str, typer.Option("--format", help="text or json")] = "text",
 ) -> None:
     """Check a site from a login node and explain each line. Exit code 0: all well, 1: warnings or unknowns, 2: a problem."""
-    from scavenger.doctor import collect, findings, probe, rules
+    from scavenger.cluster import choose
+    from scavenger.doctor import findings
 
     if layout not in ("text", "json"):
         raise typer.BadParameter(f"{layout!r}: one of text, json")
     settings = _settings(config_path, partition)
     wanted = wanted_of(settings)
     wanted = dataclasses.replace(wanted, partition=partition or wanted.partition, qos=qos or wanted.qos)
-    facts = collect.gather(wanted, deadline_s=settings.cluster.command_timeout_s)
-    if submit:
-        facts = dataclasses.replace(facts, probe=probe.run(_asked(settings, wanted)))
-    found = rules.judge(facts, wanted)
+    found = _local(settings, wanted, submit) if choose.is_local(settings) else _slurm(settings, wanted, submit)
     print(findings.as_json(found).decode() if layout == "json" else "\n".join(findings.lines(found)))
     raise typer.Exit(findings.exit_code(found))
+
+
+def _slurm(settings: DaemonConfig, wanted: Wanted, submit: bool) -> Sequence[Finding]:
+    from scavenger.doctor import collect, probe, rules
+
+    facts = collect.gather(wanted, deadline_s=settings.cluster.command_timeout_s)
+    if submit and not facts.answers["config"].error:  # else there is nobody to submit to
+        changed = {"partition": wanted.partition, "qos": wanted.qos}
+        asked = settings.model_copy(update={"harvest": settings.harvest.model_copy(update=changed)})
+        facts = dataclasses.replace(facts, probe=probe.run(asked))
+    return rules.judge(facts, wanted)
+
+
+def _local(settings: DaemonConfig, wanted: Wanted, submit: bool) -> Sequence[Finding]:
+    from scavenger.cluster import choose
+    from scavenger.doctor import local
+
+    if submit:
+        raise ConfigError("--submit needs Slurm, and the configuration's cluster is the local backend", "leave --submit out")
+    return local.look(choose.local(settings), wanted)
 
 
 def _settings(path: Path, partition: str) -> DaemonConfig:
     if path.exists() or not partition:
         return config.read_daemon(path)
     return DaemonConfig.model_validate({"daemon": {"state_dir": Path.home() / ".scavenger"}})
-
-
-def _asked(settings: DaemonConfig, wanted: Wanted) -> DaemonConfig:
-    """The configuration as the options changed it, for the test job."""
-    if settings.cluster.backend == "local":
-        raise ConfigError('--submit needs Slurm, and cluster.backend = "local"', "leave --submit out")
-    return settings.model_copy(update={"harvest": settings.harvest.model_copy(update={"partition": wanted.partition, "qos": wanted.qos})})

@@ -166,8 +166,9 @@ def _survey(observed: Observed, question: Question, reserved_gpus: int, html: Pa
 def _look(config_path: Path, partition: str, gpus: int, engines: int | None, sched_interval_s: float) -> None:
     from scavenger import cli_tables
     from scavenger.cluster import choose
-    from scavenger.harvest.health import Health
-    from scavenger.harvest.limits import hidden_jobs, limits_of, rules_of
+    from scavenger.harvest.limits import rules_of
+    from scavenger.harvest.standing import Standing
+    from scavenger.harvest.tracker import Tracker
     from scavenger.simulate import live, live_text
 
     _log_warnings_only()
@@ -179,9 +180,9 @@ def _look(config_path: Path, partition: str, gpus: int, engines: int | None, sch
     finally:
         cluster.close()
     now = time.time()
-    health, hidden = Health(rules_of(settings, "", info.user).health), hidden_jobs(info, view, settings.harvest.sees_all_jobs, now)
-    part = view.partition(settings.harvest.partition)
-    limits = limits_of(settings, health, 0.0, now, user=info.user, hidden=hidden, restricted=part is not None and part.restricted)
+    standing = Standing(lambda: settings)
+    standing.look()
+    limits = standing.limits(view, info, Tracker(rules_of(settings, "", info.user)), 0.0, now)
     wish = live.Wish(gpus, engines, sched_interval_s)
     found = live.look(view, info, wish, limits, now, settings.harvest.qos)
     console = cli_tables.console()

@@ -65,6 +65,7 @@ class Daemon:
         self.keyring = KeyRing()
         self.stop = asyncio.Event()
         self.failure: BaseException | None = None
+        self.harvester: Harvester | None = None
         self._rendezvous: keys.Rendezvous | None = None
 
     async def run(self) -> int | None:
@@ -95,7 +96,7 @@ class Daemon:
                 self.state_dir, pair.public, self.keyring, server.write, self.clock, reader.keys_in_force(writer.engine)
             )
             self._enrolment.look()
-            harvester = self._harvester(server, keys.site_uid(self.state_dir, pair.public))
+            harvester = self.harvester = self._harvester(server, keys.site_uid(self.state_dir, pair.public))
             if harvester is not None:
                 harvester.restore(snapshot.jobs)
             port = server.bind(self.config.daemon.listen, self.config.daemon.port)
@@ -274,11 +275,13 @@ class Daemon:
         return Keeper(writer.engine, policy, commit=server.commit, backlog_bytes=lambda: writer.backlog_bytes, clock=self.clock)
 
     def _status(self, server: Server, writer: Writer, payloads: PayloadStore, started_at: float) -> status.Status:
+        standing = self.harvester.standing if self.harvester is not None else None
         return status.Status(
             self.clock(), writer.generation, socket.gethostname(), os.getpid(), started_at, str(writer.state), writer.reason,
             writer.backlog, writer.backlog_bytes, writer.wal.nbytes, writer.wal.written_back, writer.wal.blocked,
             payloads.nbytes, payloads.bound, payloads.evictions, server.gate.reads,
             database=writer.engine.dialect.name, metrics=self.front.address, logged_moves=writer.logged_moves,
+            hidden=standing.hidden if standing else "", blind=standing is not None and standing.blind,
         )  # fmt: skip
 
     def _tell_end(self, seen: status.Status) -> None:

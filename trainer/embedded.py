@@ -41,6 +41,20 @@ def check(config: RunConfig) -> None:
         )
 
 
+def check_address(config: RunConfig) -> None:
+    """Raises `ConfigError` where the configuration announces one host's name: which node the job starts on nobody knows before."""
+    path = config.daemon.config
+    assert path is not None
+    theirs = configs.read_daemon(path)
+    local = theirs.cluster.backend == "local" or theirs.cluster.local_dir is not None
+    if theirs.daemon.advertise and not local:
+        raise ConfigError(
+            f"{path} has daemon.advertise = {theirs.daemon.advertise!r}, and the run's own daemon runs on whichever node the job gets: "
+            "engines would look for it on that host",
+            'take daemon.advertise out, with daemon.listen = "0.0.0.0": the node\'s own name is announced',
+        )
+
+
 class EmbeddedDaemon:
     """See the module. `log`: where it says what it does."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -38,7 +39,7 @@ def run(argv: Sequence[str | Path]) -> None:
     """One of the product's commands, shown and run."""
     words = [str(word) for word in argv]
     print("$", " ".join("python" if word == sys.executable else word for word in words), flush=True)
-    subprocess.run(words, check=True)
+    subprocess.run(words, check=True, env=os.environ | {"SCAVENGER_BACKEND": "local"})  # whatever Slurm this machine has
 
 
 def write_data(folder: Path) -> None:

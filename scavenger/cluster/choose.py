@@ -25,8 +25,9 @@ log = structlog.get_logger()
 def backend(config: DaemonConfig) -> Cluster:
     """The cluster of this configuration. Raises `ConfigError` when it cannot be had, naming the remedy."""
     section = config.cluster
-    if section.backend == "local" or (section.backend == "auto" and section.local_dir is not None):
-        return _local(config)
+    if is_local(config):
+        log.info("backend", chosen="local", reason="cluster.local_dir is set" if section.backend == "auto" else 'backend = "local"')
+        return local(config)
     if shutil.which("sbatch") is None:
         raise ConfigError(
             "no Slurm on this host: sbatch is not on PATH",
@@ -64,9 +65,15 @@ def with_pyslurm(commands: SlurmCluster, timeout_s: float) -> tuple[PyslurmClust
     return cluster, ""
 
 
-def _local(config: DaemonConfig) -> Cluster:
+def is_local(config: DaemonConfig) -> bool:
+    """Whether the configuration means a cluster of this machine's own processes, and no Slurm."""
     section = config.cluster
-    log.info("backend", chosen="local", reason="cluster.local_dir is set" if section.backend == "auto" else 'backend = "local"')
+    return section.backend == "local" or (section.backend == "auto" and section.local_dir is not None)
+
+
+def local(config: DaemonConfig) -> Cluster:
+    """Raises `ConfigError` where no directory is named. Whether somebody serves there shows at the first question."""
+    section = config.cluster
     if section.local_dir is None:
         remedy = "name the directory of a running `python -m scavenger.cluster.local serve`"
         raise ConfigError('backend = "local" needs cluster.local_dir', remedy)
@@ -88,9 +95,9 @@ def answer(cluster: Cluster) -> ClusterInfo:
         raise
     except ClusterError as error:
         remedy = "try `scontrol ping`: this needs a host with slurm.conf (or SLURM_CONF) and a controller that it reaches"
-        raise ConfigError(f"the cluster's commands do not work on this host: {_short(error.cause)}", error.remedy or remedy) from error
+        raise ConfigError(f"the cluster's commands do not work on this host: {short(error.cause)}", error.remedy or remedy) from error
 
 
-def _short(cause: str) -> str:
+def short(cause: str) -> str:
     """The last complaint of a command that says several, each after "error:" or "fatal:": the one that it gave up for."""
     return re.split(r"\b(?:error|fatal): ", cause)[-1].strip() or cause

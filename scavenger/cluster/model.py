@@ -157,6 +157,12 @@ class ClusterInfo:
     switches: tuple[tuple[str, str], ...] = ()  # (node, its switch or block); none where no topology is known
     private: frozenset[str] = frozenset()  # PrivateData: what ordinary users may not see of others ("jobs", "nodes", ...)
 
+    @property
+    def preempts_by(self) -> str:
+        """partition_prio | qos | none"""
+        kind = self.preempt_type.rpartition("/")[2].strip("() ").lower()
+        return "none" if kind in ("", "null") else kind
+
 
 @dataclass(frozen=True, slots=True)
 class ClusterView:

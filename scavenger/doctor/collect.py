@@ -5,6 +5,7 @@ Owns argv, deadlines, and that a command that failed is an answer with its error
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import os
 import subprocess
@@ -16,7 +17,10 @@ from scavenger.cluster.sandbox import slurm_environment
 from scavenger.doctor.facts import QOS_FIELDS, Answer, Facts, Wanted
 
 DEADLINE_S = 20.0
-
+NO_SLURM = (
+    "this needs a host with Slurm's commands and slurm.conf (or SLURM_CONF), and a controller that answers: try `scontrol ping`; "
+    'without Slurm: backend = "local" in [cluster] (docs/config.md)'
+)
 
 #: What is run after `scontrol show config`, by the name that `facts.Facts.text` knows. None changes anything.
 QUESTIONS: Mapping[str, Sequence[str]] = {
@@ -44,14 +48,20 @@ def environment(env: Mapping[str, str] | None) -> dict[str, str]:
 
 
 def gather(wanted: Wanted, *, env: Mapping[str, str] | None = None, deadline_s: float = DEADLINE_S) -> Facts:
-    """Run every question in turn. `env`: the commands' environment; default this process's, without what steers Slurm."""
+    """Run every question in turn. `env`: the commands' environment; default this process's, without what steers Slurm.
+
+    Where the first one gets no answer none of the others would, or after a deadline each: they have that one's error.
+    """
     clean = environment(env)
     before = time.time()
     answers = {"config": ask(commands.config_argv(), clean, deadline_s)}
     asked_at = (before + time.time()) / 2
+    if answers["config"].error:
+        silent = dataclasses.replace(answers["config"], remedy=NO_SLURM)
+        return Facts(dict.fromkeys(("config", *QUESTIONS), silent), asked_at, pyslurm=pyslurm_version())
     answers |= {name: ask(argv, clean, deadline_s) for name, argv in QUESTIONS.items()}
     facts = Facts(answers, asked_at, float(time.localtime().tm_gmtoff), pyslurm_version())
-    if not answers["config"].error and facts.accounting:
+    if facts.accounting:
         answers |= {name: ask(argv, clean, deadline_s) for name, argv in accounting_questions(wanted).items()}
     return facts
 

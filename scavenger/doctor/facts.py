@@ -22,6 +22,10 @@ T = TypeVar("T")
 class Missing(Exception):
     """A fact is not known. `str()` says why."""
 
+    def __init__(self, why: str, remedy: str = "see the reason; ask again when it is mended") -> None:
+        super().__init__(why)
+        self.remedy = remedy
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -29,6 +33,7 @@ class Answer:
 
     text: str = ""
     error: str = ""
+    remedy: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +73,7 @@ QOS_FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """`answers`: by the names in `collect.COMMANDS`. `asked_at`: this host's clock when the configuration came, Unix seconds."""
+    """`answers`: by the names in `collect.QUESTIONS`. `asked_at`: this host's clock when the configuration came, Unix seconds."""
 
     answers: Mapping[str, Answer]
     asked_at: float = 0.0
@@ -83,7 +88,7 @@ class Facts:
         if answer is None:
             raise Missing(f"{name} was not asked for")
         if answer.error:
-            raise Missing(answer.error)
+            raise Missing(answer.error, answer.remedy) if answer.remedy else Missing(answer.error)
         return answer.text
 
     @property

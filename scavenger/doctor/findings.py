@@ -17,12 +17,16 @@ class Level(StrEnum):
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """`said`: what is so here and what follows from it. `remedy`: what to do, "" where nothing is."""
+    """`said`: what is so here and what follows from it. `remedy`: what to do, "" where nothing is.
+
+    `missing`: why the facts that the check needs could not be had, "" where they could. Checks that lack them for one reason are told once.
+    """
 
     check: str
     level: Level
     said: str
     remedy: str = ""
+    missing: str = ""
 
 
 #: For scripts: the worst of all findings.
@@ -34,16 +38,19 @@ def exit_code(findings: Sequence[Finding]) -> int:
 
 
 def lines(findings: Sequence[Finding], width: int = 118) -> list[str]:
-    """For a terminal."""
+    """For a terminal. What several checks lack for one reason stands where the first of them would, with their names."""
     said = []
     pad = max((len(one.check) for one in findings), default=0) + 2
     indent = " " * (9 + pad)
     for one in findings:
-        head = f"{one.level:<9}{one.check:<{pad}}"
-        said += textwrap.wrap(one.said, width, initial_indent=head, subsequent_indent=indent, break_long_words=False)
-        if one.remedy:
-            text, deeper = "-> " + one.remedy, indent + "   "
-            said += textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=deeper, break_long_words=False)
+        alike = [other.check for other in findings if one.missing and other.missing == one.missing]
+        if alike[1:] and alike[0] != one.check:
+            continue
+        name, text = (f"{len(alike)} checks", one.missing) if alike[1:] else (one.check, one.said)
+        said += textwrap.wrap(text, width, initial_indent=f"{one.level:<9}{name:<{pad}}", subsequent_indent=indent, break_long_words=False)
+        below = ["-> " + one.remedy] if one.remedy else []
+        for text in [*below, "not checked: " + ", ".join(alike)] if alike[1:] else below:
+            said += textwrap.wrap(text, width, initial_indent=indent, subsequent_indent=indent + "   ", break_long_words=False)
     count = {level: sum(one.level is level for one in findings) for level in Level}
     said.append(", ".join(f"{n} {level}" for level, n in count.items() if n))
     return said

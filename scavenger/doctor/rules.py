@@ -43,5 +43,5 @@ def judge(facts: Facts, wanted: Wanted) -> Sequence[Finding]:
         try:
             found.append(rule(facts, wanted))
         except Missing as error:
-            found.append(Finding(name, Level.UNKNOWN, f"it could not be asked: {error}", "see the reason; ask again when it is mended"))
+            found.append(Finding(name, Level.UNKNOWN, f"it could not be asked: {error}", error.remedy, str(error)))
     return tuple(found)

@@ -113,6 +113,7 @@ def compute_node(facts: Facts, wanted: Wanted) -> Finding:
     """What the test job found on its node: `--submit`."""
     probe = facts.probe
     if probe is None:
+        facts.text("config")  # where Slurm does not answer no job was or could be tried
         said = "ports, the state directory and Python on the compute nodes were not tried"
         return Finding("compute node", Level.UNKNOWN, said, "scavenger doctor --submit runs a 1-minute job that tries them")
     if probe.error:

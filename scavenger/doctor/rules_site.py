@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from scavenger.cluster.pyslurm_wire import READS
 from scavenger.doctor.facts import Facts, Missing, Wanted
 from scavenger.doctor.findings import Finding, Level
 
@@ -43,11 +44,17 @@ def pyslurm(facts: Facts, wanted: Wanted) -> Finding:
     theirs = facts.version
     if not facts.pyslurm:
         return Finding("pyslurm", Level.OK, 'not installed: the daemon uses Slurm\'s commands (backend = "auto")')
-    if major_minor(facts.pyslurm) == major_minor(theirs):
-        return Finding("pyslurm", Level.OK, f"{facts.pyslurm} matches Slurm {theirs}")
-    said = f"pyslurm {facts.pyslurm} does not match Slurm {theirs}: X.Y must be equal, or it ends its process"
     x, y = major_minor(theirs)
-    return Finding("pyslurm", Level.WARNING, said, f"build pyslurm {x}.{y}.x, or leave it out: the commands do the same")
+    known = ", ".join(f"{major}.{minor}" for major, minor in READS)
+    readable = (x, y) in READS
+    if major_minor(facts.pyslurm) == (x, y) and readable:
+        return Finding("pyslurm", Level.OK, f"{facts.pyslurm} matches Slurm {theirs}")
+    if major_minor(facts.pyslurm) == (x, y):
+        said = f"pyslurm {facts.pyslurm} matches Slurm {theirs}, and is not read: pyslurm {known} is; the daemon uses Slurm's commands"
+    else:
+        said = f"pyslurm {facts.pyslurm} does not match Slurm {theirs}: X.Y must be equal, or it ends its process"
+    build = "build this Slurm's with scripts/build-pyslurm (pip's is another release), or " if readable else ""
+    return Finding("pyslurm", Level.WARNING, said, f"{build}leave it out (pip uninstall pyslurm): the commands do the same")
 
 
 def private_data(facts: Facts, wanted: Wanted) -> Finding:

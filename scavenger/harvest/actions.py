@@ -51,6 +51,7 @@ class Code(StrEnum):
     SHUTDOWN = "shutdown"
     STOPPED = "stopped"  # the kill switch, or `scavenger drain`
     PEER = "peer"  # a user who cannot preempt us waits
+    QOS = "qos"  # a user waits where Slurm preempts by QOS: whether this one may preempt us is not seen
     COURTESY = "courtesy"  # a user who can preempt us waits all the same, or will
     ENDING = "ending"  # its time limit comes
     DRAINED = "drained"  # its node is taken out of service
@@ -114,7 +115,8 @@ class Limits:
     courtesy_window_s: float = 0.0  # GPUs that others are expected to need within this are not idle; 0: only those needed now
     courtesy_after_s: float = 10.0  # one who may preempt us, could start, and still waits after this is made room for
     could_start_since: tuple[tuple[int, float], ...] = ()  # (job, Unix s): `Decision.could_start` of earlier looks, when first seen
-    peer_yield_s: float = 30.0  # an engine that makes room for a peer is gone after this
+    peer_yield_s: float = 30.0  # an engine that makes room for a peer, or for one who may be a peer, is gone after this
+    by_qos: bool = False  # Slurm preempts by QOS: tiers do not tell who may preempt us
     drain_before_s: float = 0.0  # an engine leaves so long before its time limit or a reservation
     min_life_s: float = 0.0  # no engine is started where a reservation begins sooner
     fresh_after_s: float = float("inf")  # a job of ours that waits longer than this is submitted anew where it could start now

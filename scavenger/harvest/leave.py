@@ -42,7 +42,7 @@ def insist(jobs: Sequence[OurJob], limits: Limits, now: float) -> list[Leave]:
 
 def leave_by(job: OurJob, limits: Limits) -> float:
     """When a job that was asked to leave is cancelled (Unix s)."""
-    wait_s = min(limits.leave_s, limits.peer_yield_s) if job.why_leaving is Code.PEER else limits.leave_s
+    wait_s = min(limits.leave_s, limits.peer_yield_s) if job.why_leaving in (Code.PEER, Code.QOS) else limits.leave_s
     return job.asked_at + wait_s
 
 

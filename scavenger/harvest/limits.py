@@ -55,6 +55,7 @@ def limits_of(
     restricted: bool = False,
     preempted_last_hour: int = 0,
     could_start_since: tuple[tuple[int, float], ...] = (),
+    by_qos: bool = False,
 ) -> Limits:
     """What the configuration and the nodes' health allow now. `restricted`: only named users may use the harvest partition."""
     harvest, cluster = config.harvest, config.cluster
@@ -81,6 +82,7 @@ def limits_of(
         courtesy_after_s=harvest.courtesy_after_s,
         could_start_since=could_start_since,
         peer_yield_s=harvest.peer_yield_s,
+        by_qos=by_qos,
         drain_before_s=harvest.drain_before_s,
         min_life_s=min(LEAST_LIFE_S, harvest.time_limit_s) + harvest.drain_before_s,
         fresh_after_s=harvest.fresh_after_s,

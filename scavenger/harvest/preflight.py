@@ -24,8 +24,7 @@ def check(info: ClusterInfo, partitions: Sequence[Partition], name: str, qos: st
         raise ConfigError(f"harvest.partition = {name!r}: cluster {info.name} has no such partition", f"it has: {known}")
     if not part.nodes:
         raise ConfigError(f"harvest.partition = {name!r}: the partition has no nodes", "add the nodes whose idle GPUs may be used")
-    kind = info.preempt_type.rpartition("/")[2].strip("() ").lower()
-    if kind in ("", "none", "null"):
+    if info.preempts_by == "none":
         why = f"harvest.partition = {name!r}: cluster {info.name} preempts nothing (PreemptType={info.preempt_type})"
         raise ConfigError(f"{why}; harvested jobs would block other users' jobs", f"ask the admin for {_EXAMPLE}")
     if part.preempt_mode is PreemptMode.OFF:
@@ -34,7 +33,7 @@ def check(info: ClusterInfo, partitions: Sequence[Partition], name: str, qos: st
     if part.preempt_mode is PreemptMode.SUSPEND:
         why = f"harvest.partition = {name!r} suspends what it preempts; a suspended engine keeps its GPU memory"
         raise ConfigError(why, "set PreemptMode=REQUEUE on the partition")
-    if kind == "qos":
+    if info.preempts_by == "qos":
         if not qos:
             why = f"cluster {info.name} preempts by QOS, and harvest.qos is empty; harvested jobs would block other users' jobs"
             raise ConfigError(why, "set harvest.qos to a QOS that the others' QOS may preempt")

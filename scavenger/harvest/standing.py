@@ -83,7 +83,8 @@ class Standing:
         self.events: list[rec.Event] = []
         self.seen: Stop | None = None  # as of the last `look`
         self.decided_on: Stop | None = None  # as of the last `limits`
-        self.hidden = ""
+        self.hidden = ""  # why others' jobs cannot be seen
+        self.blind = False  # and some of those could not preempt us: nothing is harvested
         self._could_start: dict[int, float] = {}
         self._looking: asyncio.Future[None] | None = None  # never two at once: each would hold a thread where the files hang
         self._asked_at = 0.0  # when it began (the loop's time)
@@ -132,11 +133,13 @@ class Standing:
         self._note_stop(self.seen, now)
         self._note_hidden(hidden_jobs(info, view, harvest.sees_all_jobs, now), now)
         part = view.partition(harvest.partition)
-        return limits_of(
+        limits = limits_of(
             config, tracker.health, leave_s, now, user=info.user, stop=self.decided_on, hidden=self.hidden,
             restricted=part is not None and part.restricted, preempted_last_hour=tracker.preempted_since(now - HOUR_S),
-            could_start_since=tuple(self._could_start.items()),
+            could_start_since=tuple(self._could_start.items()), by_qos=info.preempts_by == "qos",
         )  # fmt: skip
+        self.blind = limits.blind
+        return limits
 
     def decided(self, decision: Decision, now: float) -> None:
         """Remember who could start if our engines left, and since when: Slurm gets a while to see to it itself."""

@@ -18,6 +18,11 @@ from scavenger.harvest.others import Census, Ground, Space, Wait, preempted_alre
 
 #: Jobs of which a decision tells that they could start.
 REMEMBERED = 200
+_WHY = {
+    Code.PEER: "cannot preempt us",
+    Code.QOS: "Slurm preempts by QOS, and has not preempted us for it so far",
+    Code.COURTESY: "Slurm has not preempted us for it",
+}
 
 
 @dataclass(slots=True)
@@ -40,7 +45,8 @@ def yields(
 ) -> list[tuple[OurJob, Code, str]]:
     """The engines that leave so that waiting jobs can start, with the reason. `staying`: those of `jobs` that nothing else sends away.
 
-    The fewest GPUs, and of these the engines with the least to lose. A guest like us gets what is idle; nobody leaves for it.
+    The fewest GPUs, and of these the engines with the least to lose. A guest like us gets what is idle; nobody leaves for it. Where Slurm
+    preempts by QOS a waiting job's is not seen, so it is treated as one that Slurm might not help: at once, as a peer; but not called one.
     """
     stands = _Stands(counted, ground, jobs, staying)
     tier = ground.reach(limits.partition)[1]
@@ -51,20 +57,23 @@ def yields(
         if not stands.engines:
             break
         shape = (wait.partition, wait.n_nodes, wait.gpus_per_node, wait.cpus_per_node)
-        peer = ground.reach(wait.partition)[1] <= tier
+        peer = limits.by_qos or ground.reach(wait.partition)[1] <= tier
         if wait.guest or shape in failed or not _due(wait, peer, seen, limits, now):
             continue
         leaving = stands.place(wait)
         if leaving is None:
             failed.add(shape)  # what is free only shrinks
             continue
-        code, told = Code.PEER if peer else Code.COURTESY, _told(wait, peer, now)
+        code = Code.COURTESY if not peer else Code.QOS if limits.by_qos else Code.PEER
+        told = _told(wait, code, now)
         found += [(job, code, told) for job in leaving]
     return found
 
 
 def could_start(counted: Census, ground: Ground, limits: Limits) -> tuple[int, ...]:
     """Others' jobs that would start now if our engines left, and that Slurm may preempt us for: the first of them, in order."""
+    if limits.by_qos:  # nobody is waited with until Slurm had its chance
+        return ()
     tier = ground.reach(limits.partition)[1]
     found = (wait.job_id for wait in counted.waits if not wait.needs_at and not wait.guest and ground.reach(wait.partition)[1] > tier)
     return tuple(islice(found, REMEMBERED))
@@ -80,11 +89,11 @@ def _due(wait: Wait, peer: bool, seen: Mapping[int, float], limits: Limits, now:
     return peer or now - seen.get(wait.job_id, now) >= limits.courtesy_after_s
 
 
-def _told(wait: Wait, peer: bool, now: float) -> str:
+def _told(wait: Wait, code: Code, now: float) -> str:
     what = f"job {wait.job_id} of {wait.user} would start here on {wait.n_nodes} x {wait.gpus_per_node} GPUs"
     if wait.needs_at:
         return f"{what}, and is expected in {wait.needs_at - now:.0f} s"
-    why = "cannot preempt us" if peer else "Slurm has not preempted us for it"
+    why = _WHY[code]
     return f"{what}: it has waited for {now - wait.since:.0f} s and {why}"
 
 

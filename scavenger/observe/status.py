@@ -25,6 +25,8 @@ WRITE_S = 10.0
 LOG_S = 60.0
 #: Figures older than this are of a daemon that stopped, or hangs.
 STALE_S = 3 * WRITE_S
+BLIND = "nothing is harvested, as some users of the partition might not be able to preempt us."
+SIGHTLESS = "engines leave for jobs that are not seen only when Slurm preempts them."
 SERVING, CLOSED, FENCED, FAILED = "SERVING", "CLOSED", "FENCED", "FAILED"
 
 
@@ -53,6 +55,8 @@ class Status(msgspec.Struct, frozen=True):
     database: str = "sqlite"  # or "postgresql"
     metrics: str = ""  # host:port where Prometheus finds them, "" = nowhere
     logged_moves: int = 0  # durable, and not in `leases` and `samples` yet: what reports lag behind
+    hidden: str = ""  # why others' jobs cannot be seen: courtesy is off; "" = they can be, or nothing is harvested
+    blind: bool = False  # and nothing is harvested for that, because some of them could not preempt us
 
 
 def path(state_dir: Path) -> Path:
@@ -118,6 +122,9 @@ def lines(status: Status, now: float, runs: bool | None = None) -> list[str]:
         f"payloads  {_mb(s.payload_bytes)} of {_mb(s.payload_bound_bytes)} in memory; {s.payload_evictions:,} samples evicted, "
         f"{s.payload_reads:,} reads back from the ledger"
     )
+    if s.hidden:
+        follows = BLIND if s.blind else SIGHTLESS
+        said.append(f"courtesy  {'was ' if gone else ''}OFF: {s.hidden}; {follows} `scavenger doctor` has the remedy")
     if s.metrics and not gone:
         said.append(f"metrics   http://{s.metrics}/metrics")
     return [f"NO DAEMON SERVES: {gone}; the figures are its last ones", *said] if gone else said
@@ -160,6 +167,6 @@ async def _written(state_dir: Path, status: Status) -> None:
         raise
 
 
-_ENDS = ("state", "reason", "stopped_at", "database", "metrics")
+_ENDS = ("state", "reason", "stopped_at", "database", "metrics", "hidden", "blind")
 #: What an earlier line of the log does not say already.
 _LOGGED = tuple(name for name in Status.__struct_fields__ if name not in ("at", "host", "pid", "started_at", "ledger_reason", *_ENDS))

@@ -15,7 +15,8 @@ from scavenger.ledger import records as rec
 from scavenger.router.events import Fill, ReadHistory, RouterAction, Send, Write
 from scavenger.router.payloads import Payloads
 from scavenger.router.policy import NewPolicy, Standard
-from scavenger.router.state import REFUSALS_TOLD, Group, Limits, Run, Sample, Worker
+from scavenger.router.state import MAX_KEYS, PEER_BURST, PEER_EVERY_S, REFUSALS_TOLD, Group, Limits, Run, Sample, Worker
+from scavenger.router.told import Budget
 from scavenger.wire import Assign, GroupDone, Message
 
 
@@ -40,7 +41,8 @@ class Core:
         self.counters: dict[str, int] = {}
         self.new_policy: NewPolicy = lambda _run: Standard()
         self.switches: dict[str, str] = {}  # node -> its switch, where the cluster's topology is known
-        self.nonsense: dict[str, int] = {}  # public key -> what it sent and nobody could use
+        self.nonsense: OrderedDict[str, int] = OrderedDict()  # public key -> what it sent and nobody could use
+        self._budgets: OrderedDict[str, Budget] = OrderedDict()  # what each peer's rows may still be
         self.now = 0.0
         self._ticket = self._settled = 0
         self._records: list[rec.Record] = []
@@ -112,16 +114,31 @@ class Core:
         self.record(rec.Event(kind, run_id, subject, reason, msgspec.json.encode(detail).decode(), self.now))
 
     def peer_event(self, peer: Worker, kind: str, subject: str, reason: str, **detail: Any) -> None:
-        """An event that a worker can cause as often as it likes: of each kind and key the first ones are written down, then each 100th."""
+        """An event that a worker can cause as often as it likes: of each kind and key the first ones are written, then fewer and fewer."""
         if self.told(f"{peer.intent_id or peer.run.owner_key} {kind}"):
             self.event(kind, peer.run.id, subject, reason, **detail)
         else:
             self.count(kind)
 
     def told(self, public_key: str) -> bool:
-        """Count nonsense of a key. Whether to write it down: one key must not fill the ledger."""
-        so_far = self.nonsense[public_key] = self.nonsense.get(public_key, 0) + 1
-        return so_far <= REFUSALS_TOLD or so_far % REFUSALS_TOLD == 0
+        """Count nonsense of a key. Whether to write it down: the first 100, then at 200, 400, 800: one key must not fill the ledger."""
+        so_far = self.nonsense[public_key] = self.nonsense.pop(public_key, 0) + 1
+        if len(self.nonsense) > MAX_KEYS:
+            self.nonsense.popitem(last=False)
+        hundreds, rest = divmod(so_far, REFUSALS_TOLD)
+        return so_far <= REFUSALS_TOLD or (rest == 0 and hundreds & (hundreds - 1) == 0)
+
+    def affords(self, peer: str) -> bool:
+        """Charge a row that this peer may make as often as it likes. False: it made too many, and is to be refused."""
+        budget = self._budgets.pop(peer, None) or Budget(PEER_BURST, self.now, burst=PEER_BURST, every_s=PEER_EVERY_S)
+        self._budgets[peer] = budget
+        if len(self._budgets) > MAX_KEYS:
+            self._budgets.popitem(last=False)
+        return budget.take(self.now)
+
+    def advanced(self, peer: str) -> None:
+        """What it asked for came to something: it begins anew."""
+        self._budgets.pop(peer, None)
 
     def count(self, name: str, by: int = 1) -> None:
         self.counters[name] = self.counters.get(name, 0) + by

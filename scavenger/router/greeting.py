@@ -46,6 +46,11 @@ def hello(core: Core, conn: int, identity: Identity, hello: WorkerHello) -> None
     run = core.runs[hello.run]
     same = (hello.session, identity.intent_id, hello.kind)
     worker = next((w for w in run.workers.values() if (w.session, w.intent_id, w.kind) == same), None)
+    if worker is None and not core.affords(f"greets {identity.public_key}"):  # each new session is two rows
+        core.count("hello_refused")
+        why = "this key greets as new workers again and again"
+        core.send(conn, Rejected(why, "look at the log of its job; it is tried again", retry=True))
+        return
     run.dirty = True
     if worker is None:
         for other in _siblings(run, identity):

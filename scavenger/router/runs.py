@@ -13,7 +13,7 @@ from scavenger.router import samples as sm
 from scavenger.router.core import Core
 from scavenger.router.events import Identity
 from scavenger.router.policy import WindowMoved
-from scavenger.router.state import Run, SampleStatus, Version, WorkerStatus
+from scavenger.router.state import PEER_BURST, PEER_EVERY_S, Run, SampleStatus, Version, WorkerStatus
 from scavenger.weights.directory import Directory
 from scavenger.wire import (
     PROTOCOL,
@@ -41,6 +41,10 @@ from scavenger.wire import (
 MAX_MANIFEST_BYTES = 16 * 1024 * 1024
 MAX_SOURCES = 256
 ENDS = ("finished", "failed", "stopped")
+_TOO_OFTEN = (
+    f"over {PEER_BURST} openings, versions and checkpoints of this owner, and no step was committed among them",
+    f"look why its training job makes no progress; one more is taken every {PEER_EVERY_S:g} s",
+)
 
 
 def called(core: Core, conn: int, identity: Identity, call: Call) -> None:
@@ -49,6 +53,11 @@ def called(core: Core, conn: int, identity: Identity, call: Call) -> None:
     denied = _may_call(core, conn, identity, call, run)
     if denied is not None:
         core.send(conn, Reply(call.id, denied))
+        return
+    # nothing else bounds how often these are asked, and each is a row; work that is committed makes room
+    if isinstance(call.body, OpenRun | PublishVersion | RecordCheckpoint) and not core.affords(f"calls {identity.public_key}"):
+        core.count("calls_refused")
+        core.send(conn, Reply(call.id, Denied("invalid", *_TOO_OFTEN)))
         return
     if isinstance(call.body, OpenRun):
         _open(core, conn, identity, call, call.body, run)
@@ -113,7 +122,10 @@ def _answer(core: Core, run: Run, body: CallBody) -> ReplyBody:
         case PublishVersion():
             return _publish(core, run, body)
         case CommitStep():
-            return steps.commit(core, run, body)
+            before, reply = run.last_step, steps.commit(core, run, body)
+            if run.last_step > before:
+                core.advanced(f"calls {run.owner_key}")
+            return reply
         case RecordCheckpoint():
             return _checkpoint(core, run, body)
         case SetReserved():

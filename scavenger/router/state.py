@@ -16,8 +16,12 @@ from scavenger.router.told import Told
 from scavenger.weights.directory import Directory
 from scavenger.wire import EngineSpec, Fleet, OpenRun, SampleKey, Sampling, Trained, WeightSource
 
-#: Refusals of one worker, or of one key, that become events; after these every hundredth does, the others are counted.
+#: Refusals of one worker, or of one key, that become events; after these the 200th, 400th, 800th and so on do, the others are counted.
 REFUSALS_TOLD = 100
+#: Keys whose nonsense and budgets are remembered: those that were heard of last.
+MAX_KEYS = 4096
+#: Rows that a peer's greetings, or a trainer's calls between two committed steps, may make at once; later ones are this far apart.
+PEER_BURST, PEER_EVERY_S = 1000, 30.0
 
 
 class IllegalTransition(Exception):

@@ -31,6 +31,8 @@ from scavenger.wire import (
     Trained,
 )
 
+#: Of a run, submitted and not committed: each is a row and lies in memory.
+MAX_OPEN_GROUPS = 200_000
 OUTCOMES = {"train": ("consumed", "filtered", "masked"), "eval": ("evaluated", "masked")}
 
 
@@ -83,6 +85,8 @@ def submit(core: Core, run: Run, body: SubmitGroups) -> ReplyBody:
     too_many = _size_fault(body)
     if too_many is not None:
         return too_many
+    if sum((body.purpose, body.step, index) not in run.by_key for index in indices) + len(run.by_key) > MAX_OPEN_GROUPS:
+        return Denied("invalid", f"over {MAX_OPEN_GROUPS:,} groups are open", "commit steps, or submit fewer in advance")
     for spec in body.groups:
         fault = _spec_fault(run, spec)
         if fault:

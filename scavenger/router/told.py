@@ -1,4 +1,4 @@
-"""How much of a run's decisions was told: rows of each kind that it may still write. Pure; kept with the run, used by `telling`."""
+"""How many rows may still be written of what repeats: a run's decisions by kind (`telling`), a peer's rows by key (`core`). Pure."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ BURST, EVERY_S = 8, 5.0
 
 @dataclass(slots=True)
 class Budget:
-    """Rows of one kind that a run may still write."""
+    """Rows of one kind that may still be written: `burst` at once, and one in `every_s` seconds in the long run."""
 
     rows: float = BURST
     at: float = 0.0
     left_out: int = 0
+    burst: int = BURST
+    every_s: float = EVERY_S
 
     def take(self, now: float) -> bool:
         """Whether one may be written now."""
-        self.rows = min(float(BURST), self.rows + max(0.0, now - self.at) / EVERY_S)
+        self.rows = min(float(self.burst), self.rows + max(0.0, now - self.at) / self.every_s)
         self.at = now
         if self.rows < 1:
             self.left_out += 1

@@ -216,7 +216,7 @@ def watch(core: Core, worker: Worker) -> None:
         _give_up_stalled(core, worker)
     elif silent > limits.suspect_s and not worker.suspect:
         worker.suspect = worker.run.dirty = True
-        core.event("worker_suspect", worker.run.id, f"worker {worker.id}", f"silent for {limits.suspect_s:g} s", node=worker.node)
+        core.peer_event(worker, "worker_suspect", f"worker {worker.id}", f"silent for {limits.suspect_s:g} s", node=worker.node)
     else:
         orders.steer(core, worker)
         orders.more_holders(core, worker)

@@ -117,7 +117,7 @@ def our_jobs(view: ClusterView) -> list[OurJob]:
 
 def _refusal(info: ClusterInfo, view: ClusterView, name: str, qos: str, hypothetical: bool) -> str:
     """What `scavenger daemon` would refuse about the partition; of one that does not exist only what the cluster itself lacks."""
-    if hypothetical and info.preempt_type.rpartition("/")[2].strip("() ").lower() == "qos":
+    if hypothetical and info.preempts_by == "qos":
         return ""  # a QOS would go with the partition
     try:
         preflight.check(info, view.partitions, name, qos)

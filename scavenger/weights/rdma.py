@@ -54,16 +54,22 @@ class Agent:
         self._stuck: list[memoryview] = []  # what NIXL would not let go of, and may still write
 
     def expose(self, buffer: Buffer, ranges: Iterable[tuple[int, int]]) -> tuple[bytes, int]:
-        """Let these bytes of a buffer be read from elsewhere, until it goes. Returns the metadata for a reader, and where byte 0 lies."""
+        """Let these bytes of a buffer be read from elsewhere, until it goes. Returns the metadata for a reader, and where byte 0 lies.
+
+        Raises `WeightsError` where NIXL will not.
+        """
         with self._lock:
             self._deregister()  # first: new memory may lie where the old did
             base = address_of(buffer.view)
             known = self._exposed.get(buffer)
-            if known is None:
-                pieces = [(base + start, stop - start, 0, "") for start, stop in ranges]
-                known = self._exposed[buffer] = self._agent.register_memory(pieces, "DRAM")
-                weakref.finalize(buffer, self._forget, known)
-            return self._agent.get_partial_agent_metadata(known, True, [BACKEND]), base
+            pieces = [(base + start, stop - start, 0, "") for start, stop in ranges]
+            try:
+                if known is None:
+                    known = self._exposed[buffer] = self._agent.register_memory(pieces, "DRAM")
+                    weakref.finalize(buffer, self._forget, known)
+                return self._agent.get_partial_agent_metadata(known, True, [BACKEND]), base
+            except Exception as error:
+                raise WeightsError(f"NIXL cannot lend this memory: {type(error).__name__}: {error}", _REMEDY) from error
 
     def _forget(self, registered: Any) -> None:
         """Waits for nothing: a collector calls it wherever it likes, also in a thread that has the lock. Then the next call deregisters."""

@@ -61,6 +61,7 @@ class SourceStats:
     nbytes: int = 0
     refused: int = 0
     malformed: int = 0
+    failed: int = 0  # requests that could not be answered for a fault of ours
     dropped: int = 0
     mapped: int = 0
 

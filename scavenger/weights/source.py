@@ -255,6 +255,9 @@ class WeightSource:
             _log.warning("weights.malformed", reason=error.cause)
         except OSError as error:  # the receiver went, or does not read
             self.stats.dropped += isinstance(error, TimeoutError | BlockingIOError)
+        except Exception as error:  # noqa: BLE001 - a fault of ours costs this receiver its connection, and is told where somebody reads
+            self.stats.failed += 1
+            _log.error("weights.not_answered", reason=f"{type(error).__name__}: {error}", exc_info=error)
         finally:
             self._shelf.reader_left(number)
             sock.close()
@@ -286,11 +289,13 @@ class WeightSource:
         held = self._shelf.find(request, number)
         if not isinstance(held, NoSuch):
             one.prove()
-        answer: Answer
-        if isinstance(held, NoSuch) or self._agent is None or held.buffer is None:
-            answer = NoSuch(request.version, -1, "it is not served by NIXL here", absent=True)
-        else:
-            answer = Reached(request.version, *self._agent.expose(held.buffer, held.ranges()))
+        answer: Answer = NoSuch(request.version, -1, "it is not served by NIXL here", absent=True)
+        if not isinstance(held, NoSuch) and self._agent is not None and held.buffer is not None:
+            try:
+                answer = Reached(request.version, *self._agent.expose(held.buffer, held.ranges()))
+            except WeightsError as error:  # the receiver goes on by TCP, on this very connection's address
+                self.stats.failed += 1
+                _log.error("weights.nixl_not_exposed", reason=error.cause)
         send_frame(one.sock, encode(answer))
 
     def _hand_over(self, one: _Connection, request: Map, number: int) -> None:

@@ -6,6 +6,8 @@ Answers refer to the version's memory and are never copied into a queue.
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 
 import structlog
@@ -26,6 +28,7 @@ class CurveServer:
     def __init__(self, shelf: Shelf, address: str) -> None:
         """Raises `WeightsError` when the address cannot be bound."""
         self._shelf = shelf
+        self._complaint = ""
         self._context = zmq.Context()
         public, secret = zmq.curve_keypair()
         router = self._context.socket(zmq.ROUTER)
@@ -73,15 +76,30 @@ class CurveServer:
         poller.register(router, zmq.POLLIN)
         poller.register(wake, zmq.POLLIN)
         try:
+            # what is no request's fault ends the process: a source that is silent, and looks well, would keep engines waiting
             while True:
                 ready = dict(poller.poll(_POLL_MS))
                 if wake in ready:
                     return
                 if router in ready:
-                    self._answer(router, router.recv_multipart())
+                    self._attempt(router, router.recv_multipart())
+        except Exception as error:  # noqa: BLE001 - whatever it is, the process ends for it
+            _log.critical("weights.source_ended", reason=f"{type(error).__name__}: {error}", exc_info=error)
+            os.kill(os.getpid(), signal.SIGTERM)
         finally:
             router.close()
             wake.close()
+
+    def _attempt(self, router: zmq.Socket[bytes], frames: list[bytes]) -> None:
+        """Answer. A fault in that costs its receiver the answer, who asks again or elsewhere; the thread is all receivers' and goes on."""
+        try:
+            self._answer(router, frames)
+        except Exception as error:  # noqa: BLE001 - a bug in answering one must not end the others' service
+            self._shelf.stats.failed += 1
+            said = f"{type(error).__name__}: {error}"
+            if said != self._complaint:  # once, not with each request
+                _log.error("weights.not_answered", reason=said, exc_info=error)
+            self._complaint = said
 
     def _answer(self, router: zmq.Socket[bytes], frames: list[bytes]) -> None:
         try:

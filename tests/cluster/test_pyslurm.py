@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import re
 import resource
 import signal
 import time
@@ -254,6 +255,13 @@ def test_only_the_pyslurm_of_this_slurm_will_do(ours: str, slurm: str, why: str)
     said = mismatch(ours, slurm)
     assert why in said
     assert bool(said) == bool(why)
+
+
+def test_the_extra_is_met_only_by_releases_that_are_read() -> None:
+    """pip's newest one would be installed, refused at each start, and never used."""
+    setup = (Path(__file__).parents[2] / "setup.py").read_text(encoding="utf-8")
+    (asked,) = re.findall(r'^    "pyslurm": \["pyslurm(.*)"\],$', setup, re.M)
+    assert asked == "".join(f"=={major}.{minor}.*" for major, minor in wire.READS)
 
 
 def test_without_a_pyslurm_the_reason_names_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scavenger.cluster.model import ClusterView, JobFlag, JobState, Reservation
+from scavenger.config import DaemonConfig
+from scavenger.harvest.health import HealthRules
 from scavenger.harvest.policy import Action, Cancel, CancelPending, Code, Decision, GiveBack, Leaving, Limits, OurJob, Submit, decide
+from scavenger.harvest.standing import Standing
+from scavenger.harvest.tracker import Rules, Tracker
 from scavenger.router.machine import Demand
-from tests.harvest.views import SHARED, job, node, ours, view
+from tests.harvest.views import INFO, SHARED, job, node, ours, view
 
 LIMITS = Limits("scavenge", max_engines=30, max_pending=30, pin=True, courtesy_window_s=60.0, drain_before_s=30.0, user="scavenger")
 NOW = 1000.0
@@ -194,6 +199,24 @@ def test_who_leaves_for_a_waiting_job(waits: dict[str, Any], gone: list[tuple[st
     assert asked(decision) == 0
     now_and_by_tier = other.partition == "normal" and other.reason != "BeginTime"
     assert decision.could_start == ((other.job_id,) if now_and_by_tier else ())
+
+
+@pytest.mark.parametrize("partition", ["normal", "scavenge"])
+def test_where_slurm_preempts_by_qos_nobody_is_called_a_peer_and_all_are_left_for_at_once(partition: str) -> None:
+    """Tiers say nothing there, and whether the one who waits may preempt us is not seen."""
+    engines = [engine(n) for n in range(4)]
+    cluster, _ = played(engines, [job(1, partition=partition, submit_time=NOW)], [node("node0"), *(node(name, 4) for name in SHARED)])
+    decision = decide(cluster, want(4), engines, replace(LIMITS, by_qos=True), NOW)
+    assert left(decision.actions) == [("GiveBack", "qos")]
+    assert "preempts by QOS" in decision.actions[0].reason
+    slow = engine(1, leaving=Leaving.GIVEN_BACK, asked_at=NOW - 5, why_leaving=Code.QOS)
+    bound = replace(LIMITS, by_qos=True, peer_yield_s=5.0, leave_s=30.0)
+    assert left(decide(played([slow], [])[0], [], [slow], bound, NOW).actions) == [("Cancel", "overdue")]
+    info = replace(INFO, preempt_type="preempt/qos")
+    standing = Standing(lambda: DaemonConfig.model_validate({"daemon": {"state_dir": Path()}}))
+    tracker = Tracker(Rules("u", "scavenger", 1.0, HealthRules(3, 60.0, 1.0)))
+    assert standing.limits(cluster, info, tracker, 30.0, NOW).by_qos
+    assert not standing.limits(cluster, INFO, tracker, 30.0, NOW).by_qos
 
 
 def test_the_engines_with_the_least_to_lose_leave_and_no_more_than_are_needed() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import stat
 import threading
 import time
@@ -17,6 +18,7 @@ from typer.testing import CliRunner, Result
 
 from scavenger import daemon, keys, toml
 from scavenger.cli import app
+from scavenger.cluster.local import LocalServer
 from scavenger.config import DaemonConfig
 from scavenger.errors import DaemonUnavailable, Fenced
 from scavenger.ledger import store
@@ -190,6 +192,39 @@ def test_a_daemon_tells_of_its_ledger_and_of_its_end(tmp_path: Path) -> None:
     assert last.stopped_at is not None
     assert after.exit_code == 1
     assert "NO DAEMON SERVES: CLOSED, stopped at" in after.output
+
+
+@pytest.mark.parametrize(("sole_user", "consequence"), [(True, "only when Slurm preempts them"), (False, "nothing is harvested")])
+def test_a_daemon_that_may_not_see_others_jobs_says_that_courtesy_is_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sole_user: bool, consequence: str
+) -> None:
+    state_dir, config = tmp_path / "state", tmp_path / "scavenger.toml"
+    keys.init_state(state_dir, "ada")
+    document: dict[str, dict[str, Any]] = {"daemon": {"state_dir": str(state_dir)}, "harvest": {"sole_user": sole_user}}
+    config.write_text(toml.dumps(document))
+    with LocalServer(tmp_path / "local") as server:
+        cluster = server.cluster()
+        public = cluster.info()
+        monkeypatch.setattr(cluster, "info", lambda: dataclasses.replace(public, private=frozenset({"jobs"})))
+        served = daemon.Daemon(DaemonConfig.model_validate(document), cluster)
+
+        async def play() -> None:
+            running = asyncio.create_task(served.run())
+            async with asyncio.timeout(20):
+                while served.harvester is None or not served.harvester.standing.hidden:
+                    assert not running.done(), running.result()
+                    await asyncio.sleep(0.01)
+                served.stop.set()
+                await running
+
+        asyncio.run(play())
+    last = status.read(state_dir)
+    assert (bool(last.hidden), last.blind) == (True, not sole_user)
+    (line,) = [line for line in status.lines(msgspec.structs.replace(last, state="SERVING"), last.at, True) if line.startswith("courtesy")]
+    assert "OFF: PrivateData hides jobs" in line
+    assert consequence in line
+    assert "courtesy  was OFF" in CliRunner().invoke(app, ["status", "--config", str(config)]).output
+    assert not any("courtesy" in line for line in status.lines(SEEN, SEEN.at, True)), "it is said only where it is so"
 
 
 def test_a_fenced_daemon_says_so_at_its_end(tmp_path: Path) -> None:

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from scavenger import cli
+from scavenger import cli, toml
 from scavenger.cluster import choose
 from scavenger.cluster.model import ClusterInfo, ClusterView, JobSpec, Node, Partition, PreemptMode
 from scavenger.errors import ClusterError, ConfigError
+from scavenger.harvest.standing import drain
 from scavenger.simulate import presets
 from scavenger.simulate.constants import load
 from scavenger.simulate.sacct import COMMAND, NODES_COMMAND
@@ -193,6 +194,18 @@ def test_live_only_looks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     assert COMMAND in text
     assert cluster.closed
     assert list(tmp_path.iterdir()) == []
+
+
+def test_live_looks_with_the_limits_of_a_daemon_that_was_told_to_stop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(choose, "backend", lambda settings: ReadOnly())
+    (tmp_path / "state").mkdir()
+    drain(tmp_path / "state", "maintenance on Monday", at_once=False)
+    config = tmp_path / "scavenger.toml"
+    config.write_text(toml.dumps({"daemon": {"state_dir": tmp_path / "state"}}))
+    text = shown("--live", "--partition", "idle", "--config", config)
+    assert "maintenance on Monday" in text
+    rows = {line[:25].strip(): line[25:].strip() for line in text.splitlines()}
+    assert rows["the policy would submit"].startswith("0")
 
 
 class Mute(ReadOnly):

@@ -89,6 +89,23 @@ def test_the_files_of_a_new_run_can_be_submitted_as_they_are(run: Path, own_mode
     assert not any(finding.skipped for finding in findings)
 
 
+def test_what_was_assumed_is_told_once_with_where_to_change_it(
+    own_model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    draft(tmp_path / "one", own_model, data)
+    block = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    told = "\n".join(block)
+    for words in ("--partition=reserved", "80 GB", "no --account", "run.state_dir", "model.context_length = 64", "reward.function = "):
+        assert sum(words in line for line in block) == 1, (words, told)
+    assert "GPUs a node" not in told, "--gpus was given"
+    assert all("train.sbatch" in line or "run.toml" in line for line in block)
+    assert max(map(len, block)) <= 140
+    draft(tmp_path / "two", own_model, data, "--partition=gold", "--gpu-memory-gb=40", f"--state-dir={tmp_path}", "--reward=a:b")
+    told = capsys.readouterr().out
+    for words in ("--partition=", "GB of memory", "run.state_dir", "reward.function"):
+        assert words not in told
+
+
 def test_existing_files_are_never_overwritten_without_force(
     run: Path, own_model: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -355,6 +372,10 @@ def test_a_run_with_a_daemon_of_its_own_needs_none_before_it_starts(run: Path, s
     toml = tmp_path / "scavenger.toml"
     toml.write_text(f'[daemon]\nstate_dir = "{site}"\n')
     change(run, "#[daemon]\n#embedded = true", f'[daemon]\nconfig = "{toml}"\nembedded = true')
+    assert refused(run) == {}
+    toml.write_text(f'[daemon]\nstate_dir = "{site}"\nlisten = "0.0.0.0"\nadvertise = "login1"\n')
+    assert "take daemon.advertise out" in refused(run)["daemon and keys"], "engines would look for it on a host that it is not on"
+    toml.write_text(f'[daemon]\nstate_dir = "{site}"\nadvertise = "login1"\n[cluster]\nlocal_dir = "{tmp_path}"\n')
     assert refused(run) == {}
     toml.write_text('[daemon]\nstate_dir = "/another"\n')
     assert "name one directory in both" in refused(run)["daemon and keys"]

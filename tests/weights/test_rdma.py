@@ -16,6 +16,7 @@ from scavenger import keys, wire
 from scavenger.errors import ConfigError, WeightsError
 from scavenger.weights import manifest as manifests
 from scavenger.weights import opener, pull, rdma
+from scavenger.weights import source as source_module
 from scavenger.weights.channel_rdma import RdmaChannel
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
@@ -232,6 +233,24 @@ def test_where_nixl_connects_and_then_carries_nothing_tcp_does_and_nixl_is_not_t
     assert len(told) == 1
     assert reason in told[0]
     assert not reads.registered or "deregister_memory" in broken
+
+
+def test_memory_that_nixl_will_not_lend_is_told_and_goes_by_tcp(stand_in: dict[str, rdma.Agent], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a stand-in for NIXL's agent."""
+    manifest, buffer = version()
+    monkeypatch.setattr(stand_in["serve"]._agent, "broken", frozenset({"register_memory"}))
+    monkeypatch.setattr(source_module, "_log", structlog.get_logger())
+    store = Store(keys.generate(), lambda _s: None, lambda: "127.0.0.1", limits=Limits(stall_s=0.2, backoff_s=0.01))
+    try:
+        with WeightSource(local=False, nixl=True) as source, structlog.testing.capture_logs() as logs:
+            address = source.publish(manifest, buffer)
+            assert asyncio.run(store.get(manifest, wire.UseWeights(1, b"m", (address,)), 10.0)).view == buffer.view
+            assert source.stats.failed
+    finally:
+        store.close()
+    told = [line["reason"] for line in logs if line["event"] == "weights.nixl_not_exposed"]
+    assert told
+    assert "NIXL cannot lend this memory: NixlFault" in told[0]
 
 
 def test_a_pull_that_ends_while_nixl_reads_says_nothing_against_nixl(stand_in: dict[str, rdma.Agent]) -> None:

@@ -6,24 +6,29 @@ import asyncio
 import contextlib
 import errno
 import os
+import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import structlog
 import zmq
+from structlog.testing import capture_logs
 
 from scavenger import keys, wire
 from scavenger.errors import WeightsError
 from scavenger.weights import manifest as manifests
-from scavenger.weights import protocol
+from scavenger.weights import protocol, source_zmq
 from scavenger.weights import source as sources
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer, Pool
 from scavenger.weights.protocol import TOKEN_NBYTES, Holds, NoSuch, Part, decode_answer, decode_request, encode
 from scavenger.weights.pull import Pull, pull
+from scavenger.weights.shelf import Shelf
 from scavenger.weights.source import WeightSource
 from scavenger.weights.source_zmq import SEND_QUEUE
 from scavenger.weights.spool import Spool
@@ -595,6 +600,51 @@ def test_a_chunk_outside_the_version_is_refused() -> None:
         finally:
             asking.close()
             context.term()
+
+
+@pytest.mark.parametrize("encrypt", [True, False])
+def test_a_request_that_meets_a_fault_of_ours_is_told_and_ends_nothing(encrypt: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer, faults = Shelf.answer, [RuntimeError("out of luck")]
+
+    def broken(self: Shelf, *asked: Any) -> Any:
+        if faults:
+            raise faults.pop()
+        return answer(self, *asked)
+
+    monkeypatch.setattr(Shelf, "answer", broken)
+    for module in (sources, source_zmq):
+        monkeypatch.setattr(module, "_log", structlog.get_logger())
+    manifest, blob = version(1)
+    with capture_logs() as told, WeightSource(encrypt=encrypt, local=False) as source:
+        assert get(manifest, source.publish(manifest, blob)) == blob, "the receiver asked again"
+        assert source.stats.failed == 1
+    (line,) = [entry for entry in told if entry["event"] == "weights.not_answered"]
+    assert (line["reason"], line["log_level"]) == ("RuntimeError: out of luck", "error")
+
+
+def test_a_curve_source_whose_socket_fails_ends_its_process_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cannot serve again, and its holders would go on naming it."""
+    ended = threading.Event()
+    monkeypatch.setattr(source_zmq.os, "kill", lambda pid, number: ended.set() if (pid, number) == (os.getpid(), signal.SIGTERM) else None)
+    monkeypatch.setattr(source_zmq, "_log", structlog.get_logger())
+
+    def attempt(self: source_zmq.CurveServer, *_: object) -> None:
+        raise zmq.ZMQError(zmq.ENOTSOCK)
+
+    monkeypatch.setattr(source_zmq.CurveServer, "_attempt", attempt)  # stands for a `recv` or `poll` that fails
+    manifest, blob = version(1)
+    context = zmq.Context()
+    with capture_logs() as told, WeightSource(encrypt=True, local=False) as source:
+        address = source.publish(manifest, blob)
+        asking = dealer(context, address)
+        asking.connect(address.endpoint)
+        try:
+            asking.send(protocol.get(address.token, 1, 0))
+            assert ended.wait(10)
+        finally:
+            asking.close()
+            context.term()
+    assert [entry["log_level"] for entry in told if entry["event"] == "weights.source_ended"] == ["critical"]
 
 
 class Unwilling:

@@ -31,14 +31,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for name in ("--prompt-field", "--answer-field", "--reward", "--state-dir", "--engine"):
         drafting.add_argument(name, default="")
     drafting.add_argument("--partition", default="reserved")
-    drafting.add_argument("--gpus", type=int, default=8)
-    drafting.add_argument("--nodes", type=int, default=1)
-    drafting.add_argument("--gpu-memory-gb", type=float, default=80.0)
+    for name, default in (("--gpus", 8), ("--nodes", 1), ("--gpu-memory-gb", 80.0)):
+        drafting.add_argument(name, type=type(default), default=default)
     drafting.add_argument("--force", action="store_true")
     checking = commands.add_parser("check")
     checking.add_argument("folder", type=Path)
     checking.add_argument("--gpu-memory-gb", type=float, default=0.0)
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    options.said = frozenset(word.partition("=")[0] for word in argv if word.startswith("--"))
+    return options
 
 
 def longest_prompt(folder: Path, data: DataFacts) -> int:
@@ -76,6 +77,7 @@ def write(options: argparse.Namespace) -> None:
         f"{', '.join(map(str, facts.end)) or '?'}; {'a' if facts.chat else 'no'} chat template; prompts in {data.prompt_field!r}, "
         f"answers in {data.answer_field!r}"
     )
+    print("\n".join(draft.assumed(facts, data, wish, options.said)))
     print(f"next: look at both files, then scavenger init {options.folder} --check, then sbatch {options.folder / 'train.sbatch'}")
 
 

@@ -241,6 +241,7 @@ def _daemon(config: RunConfig) -> str:
     keys.read_keypair(run.key or keys.owner_key_path(run.state_dir))
     if config.daemon.embedded:  # nobody serves before the job
         embedded.check(config)
+        embedded.check_address(config)
         return f"the run starts its own, as {config.daemon.config} says"
     there = keys.read_rendezvous(run.state_dir)
     return f"the daemon on {there.host}"

@@ -77,6 +77,30 @@ def run_toml(model: ModelFacts, data: DataFacts, wish: Wish) -> str:
     return "\n".join(sections)
 
 
+def assumed(model: ModelFacts, data: DataFacts, wish: Wish, said: frozenset[str]) -> list[str]:
+    """What the two files take for granted, by file, with the option or key that says otherwise. `said`: the options that were given."""
+    context, answer = lengths(model.context, wish.longest)
+    many = "" if wish.nodes == 1 else "s"
+    rows = [
+        ("--partition", "train.sbatch", f"--partition={wish.partition}", "reserved GPUs, which nobody preempts (init --partition)"),
+        ("--gpus", "train.sbatch", f"{wish.gpus} GPUs a node on {wish.nodes} node{many}", "init --gpus, --nodes"),
+        ("--gpu-memory-gb", "train.sbatch", f"{wish.gpu_gb:g} GB of memory a GPU", "init --gpu-memory-gb"),
+        ("", "train.sbatch", "no --account, no --qos, 2 days", "Slurm's defaults for you; lines of the file"),
+        ("--state-dir", "run.toml", "run.state_dir", "NOT KNOWN, must be set: the daemon's (init --state-dir)"),
+        ("--engine", "run.toml", f"engine.name = {wish.engine}", f"vLLM is {'' if wish.engine == 'vllm' else 'not '}installed here"),
+        ("", "run.toml", f"model.context_length = {context}", f"of it sampling.max_tokens = {answer} for an answer"),
+        ("--prompt-field", "run.toml", f"data.prompt_field = {data.prompt_field}", "init --prompt-field"),
+        ("--answer-field", "run.toml", f"data.answer_field = {data.answer_field}", "init --answer-field"),
+        ("--reward", "run.toml", f"reward.function = {_verifier(data)}", "init --reward"),
+        ("", "run.toml", "300 steps of 64 x 8 answers, lr 1e-6", "run.steps, data.prompts_per_step, .samples_per_prompt, optimizer.lr"),
+    ]
+    known = said | ({"--state-dir"} if wish.state_dir else set()) | (set() if wish.gpus else {"--gpu-memory-gb"})
+    shown = [row[1:] for row in rows if row[0] not in known]
+    pad = max(len(what) for _, what, _ in shown) + 2
+    head = "assumed, as nothing was said (change it in the file; docs/config.md):"
+    return [head, *(f"  {where:<14}{what:<{pad}}{why}" for where, what, why in shown)]
+
+
 def _s(value: object) -> str:
     """A TOML string."""
     return json.dumps(str(value), ensure_ascii=False)
@@ -168,13 +192,18 @@ max_batch = 64                      # samples that one engine generates at once
 {gpu}"""
 
 
+def _verifier(data: DataFacts) -> str:
+    """Of answers like these, where no function of the user's is named."""
+    return "trainer.verifiers:math" if data.mathematics else "trainer.verifiers:exact"
+
+
 def _reward(data: DataFacts, wish: Wish) -> str:
     if wish.reward:
         chosen, why = wish.reward, "f(prompt: str, answer: str, meta: dict) -> float, in a module beside this file or installed"
     elif data.mathematics:
-        chosen, why = "trainer.verifiers:math", f"1 where the answer equals `{data.answer_field}`; or your own module:function"
+        chosen, why = _verifier(data), f"1 where the answer equals `{data.answer_field}`; or your own module:function"
     else:
-        chosen, why = "trainer.verifiers:exact", f"1 where the answer is `{data.answer_field}` by the letter; or your own"
+        chosen, why = _verifier(data), f"1 where the answer is `{data.answer_field}` by the letter; or your own"
     return f"""[reward]
 function = {_s(chosen)}    # {why}
 timeout_s = 10.0
