@@ -16,7 +16,7 @@ other: through `RouterPolicy`, on the same engines.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -38,7 +38,7 @@ from scavenger.router.policy import (
 )
 from scavenger.simulate.clairvoyant_model import line
 from scavenger.simulate.clairvoyant_plan import limit_of, plan, share_of
-from scavenger.simulate.clairvoyant_seats import STORED, Known, Order, Seat
+from scavenger.simulate.clairvoyant_seats import MOVE_GAIN_S, STORED, Known, Order, Seat, best_move
 from scavenger.simulate.decode import EngineSpec
 from scavenger.simulate.policies.even import even_share
 from scavenger.simulate.trainer_model import TrainerSpec, gather_s, optimizer_s, rank_s
@@ -46,8 +46,7 @@ from scavenger.simulate.trainer_model import TrainerSpec, gather_s, optimizer_s,
 AGAIN_S = (1.0, 20.0)
 #: An order of samples, and engines as it fills them, are good for this long.
 ORDER_S = 10.0
-#: A move must end the later engine by so many seconds sooner, its prefill paid; and an evening-out takes at most so many.
-MOVE_GAIN_S = 0.5
+#: An evening-out takes at most so many moves.
 MOST_MOVES = 64
 #: No engine holds more than this times its even share: others may be about to be there.
 OVER_SHARE = 1.15
@@ -345,7 +344,7 @@ class Clairvoyant:
         while len(seats) > 1 and takers and len(moves) < MOST_MOVES:
             late = max(seats, key=lambda seat: (seat.drain_s, seat.worker_id))
             early = min(takers, key=lambda seat: (seat.drain_s, seat.worker_id))
-            found = _best_move(late, early, moved) if late.drain_s - early.drain_s >= MOVE_GAIN_S else None
+            found = best_move(late, early, moved) if late.drain_s - early.drain_s >= MOVE_GAIN_S else None
             if found is None:
                 break
             gain, one, prefill_s = found
@@ -380,25 +379,6 @@ def _fleet_of(view: RunView) -> Fleet:
 
 def _known(sample: SampleView, rest: int) -> Known:
     return Known(sample.id, sample.prompt_tokens + sample.length, rest)
-
-
-def _best_move(late: Seat, early: Seat, moved: Set[int]) -> tuple[float, Known, float] | None:
-    """(seconds that the later of two engines is done sooner, the sample that does it, its prefill); None when that is not worth it."""
-    longest, best = late.two_longest(), None
-    before_s = late.drain_s
-    for one in late.held.values():
-        least = MOVE_GAIN_S if best is None else best[0]
-        left_s = late.without_s(one, longest)
-        # What it cannot gain even with no prefill is looked at no further: a prefill's time is the dearest to tell.
-        if before_s - left_s < least or before_s - early.with_s(one, 0.0) < least or one.id in moved or not early.fits(one):
-            continue
-        prefill_s = early.spec.prefill_s(one.have)
-        gain = before_s - max(left_s, early.with_s(one, prefill_s))
-        if gain < MOVE_GAIN_S:
-            continue
-        if best is None or (gain, -one.id) > (best[0], -best[1].id):
-            best = (gain, one, prefill_s)
-    return best
 
 
 def _between(seconds: float) -> float:

@@ -15,6 +15,8 @@ from scavenger.simulate.decode import EngineSpec
 
 #: A sample counts in the cache with what it has, and with this share of its whole length at least: it grows.
 STORED = 0.55
+#: A move must end the later engine by so many seconds sooner, its prefill paid.
+MOVE_GAIN_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,25 @@ class Seat:
         """A sample is done: what it still counted for is little, and errs on the careful side."""
         if sample_id in self.held:
             self.give(sample_id)
+
+
+def best_move(late: Seat, early: Seat, moved: Set[int]) -> tuple[float, Known, float] | None:
+    """(seconds that the later of two engines is done sooner, the sample that does it, its prefill); None when that is not worth it."""
+    longest, best = late.two_longest(), None
+    before_s = late.drain_s
+    for one in late.held.values():
+        least = MOVE_GAIN_S if best is None else best[0]
+        left_s = late.without_s(one, longest)
+        # What it cannot gain even with no prefill is looked at no further: a prefill's time is the dearest to tell.
+        if before_s - left_s < least or before_s - early.with_s(one, 0.0) < least or one.id in moved or not early.fits(one):
+            continue
+        prefill_s = early.spec.prefill_s(one.have)
+        gain = before_s - max(left_s, early.with_s(one, prefill_s))
+        if gain < MOVE_GAIN_S:
+            continue
+        if best is None or (gain, -one.id) > (best[0], -best[1].id):
+            best = (gain, one, prefill_s)
+    return best
 
 
 @dataclass(slots=True)
