@@ -8,9 +8,9 @@ mixtures). The window is searched. With B samples at a time an engine spends a r
     the trainer takes whole groups in that order, from window + toggle on
     step(window) = when it has trained the last, update and publication
 
-for a grid of windows, at each decision anew. Samples go to the engine that is done first with them, before others take it where one can be;
-a tail on one engine moves where that pays. It knows what no other policy may (`Knows`, given by a simulation alone) and decides as any
-other: through `RouterPolicy`, on the same engines.
+for the windows that `clairvoyant_plan` looks at, at each decision anew. Samples go to the engine that is done first with them, before
+others take it where one can be; a tail on one engine moves where that pays. It knows what no other policy may (`Knows`, given by a
+simulation alone) and decides as any other: through `RouterPolicy`, on the same engines.
 """
 
 from __future__ import annotations

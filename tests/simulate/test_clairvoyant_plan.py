@@ -19,7 +19,8 @@ def situation(seed: int, awake: bool, groups: int = 12) -> Situation:
     """Part of a step: engines, lengths, costs and what is ready already all differ."""
     draw = random.Random(seed)
     samples = tuple(Outstanding(draw.uniform(200, 900), draw.lognormvariate(7, 0.8), group) for group in range(groups) for _ in range(8))
-    costs = Costs(1e-5, draw.choice([2e-5, 1e-4, 4e-4]), round_groups=4, sleep_s=draw.uniform(1, 6), wake_s=draw.uniform(1, 6), finish_s=3.0)
+    train_s = draw.choice([2e-5, 1e-4, 4e-4])
+    costs = Costs(1e-5, train_s, round_groups=4, sleep_s=draw.uniform(1, 6), wake_s=draw.uniform(1, 6), finish_s=3.0)
     ready = draw.choice([0, 5, 40])
     pools = Pool(CURVE, 2.0, 64), Pool(CURVE, float(draw.randint(1, 6)), 64)
     limit = draw.choice([NEVER, 8.0, 16.0])
