@@ -138,7 +138,8 @@ class Clairvoyant:
         self._order: Order | None = None
         self._came: object = None  # `RunView.came` when the order last knew all that waits
         self._share = self._limit = math.inf  # of an even share, and samples that each engine serves at a time
-        self._served: Fleet | None = None  # for whom that was worked out, within this step
+        self._unserved = True  # something came or went since that was worked out
+        self._served: tuple[Fleet, float] | None = None  # for whom and when, within this step
         self._trained = self._trained_at = 0.0  # tokens, and until when they are counted
 
     def observe(self, fact: Fact, now: float) -> None:
@@ -148,13 +149,14 @@ class Clairvoyant:
                     self._order.ended(fact.worker_id, fact.sample_id)
             case StepSubmitted():
                 self._order = self._decision = self._served = None
+                self._unserved = True
                 self._trained = 0.0
                 for known in (self._ends, self._tokens, self._trains):
                     known.clear()
             case StepFinished():
                 pass
             case _ if not isinstance(fact, EngineProgress):
-                self._order = None  # the fleet is another
+                self._order, self._unserved = None, True  # the fleet is another
 
     # ---------------------------------------------------------------- what is so
 
@@ -295,12 +297,13 @@ class Clairvoyant:
 
     def _ordered(self, view: RunView, now: float) -> Order:
         state = self._state(view)
-        fleet = _fleet_of(view)
-        if fleet != self._served and not state.alone:
+        fleet = _fleet_of(view), now
+        # Reserved engines wake one after the other at one instant, and count as awake from the first on: that is worked out once.
+        if self._unserved and fleet != self._served and not state.alone:
             situation = self._situation(view, state, now)
             self._share = share_of(situation, self._share, anew=self._served is None)
             self._limit = limit_of(situation, self._share)
-        self._served = fleet
+        self._unserved, self._served = False, fleet
         samples: list[Known] = []
         reasons: dict[int, str] = {}
         for moved in (True, False):
