@@ -23,7 +23,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from scavenger.router.forecast_service import Outstanding, Profile, arrivals, profile, rest_of, served, thinned
+from scavenger.router.forecast_service import Floats, Outstanding, Profile, Samples, arrivals, columns, profile, rest_of, served, thinned
 from scavenger.router.forecast_speed import Curve
 
 NEVER = math.inf
@@ -191,13 +191,13 @@ class StepModel:
         since = situation.reserved_after_s if situation.awake else situation.busy_s + situation.costs.wake_s
         self._open = _Fleet(situation, since, NEVER)
         self._shut = _Fleet(situation, NEVER, NEVER)
-        self._samples, self._weight = thinned(situation.samples, MODELLED)
-        self._before = situation.group_tokens or {}
+        self._samples, self._weight = thinned(columns(situation.samples), MODELLED)
+        self._before = self._samples.by_group(situation.group_tokens or {})
         self.profile = self._profile(self._samples, self._before, situation.reserved.engines)
         self.times = _generate(self.profile, self._open, _Cursor())
         self.end_s = self.times[-1] if self.times else 0.0
 
-    def _profile(self, samples: Sequence[Outstanding], before: Mapping[int, float], reserved: float) -> Profile:
+    def _profile(self, samples: Samples, before: Floats, reserved: float) -> Profile:
         """With the places of `reserved` engines, and of all harvested ones that are there or will be."""
         situation = self.situation
         engines = reserved + situation.harvested.engines + sum(more for _, more in situation.arrivals if more > 0)
@@ -224,10 +224,8 @@ class StepModel:
             times = [*self.times[:done], *later]
             return self._finish(arrivals(whole, ends, times, 0.0), times, train_from_s)
         at = (ends[done - 1] if done else 0.0) + cursor.part * self.profile.width[done]
-        rest, tokens = rest_of(self.profile.spans, at)
-        for group, before in self._before.items():
-            tokens[group] = tokens.get(group, 0.0) + before
-        shut = self._profile(rest, tokens, 0.0)
+        rest, tokens = rest_of(self.profile.spans, at, self._samples.groups)
+        shut = self._profile(rest, tokens + self._before, 0.0)
         later = _generate(shut, self._shut, _Cursor(t=t))
         until_now = arrivals([one for one in whole if one[0] <= at], ends, self.times, 0.0)
         return self._finish([*until_now, *arrivals(shut.whole, shut.ends, later, t)], later, train_from_s)
