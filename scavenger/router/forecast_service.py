@@ -17,8 +17,7 @@ from __future__ import annotations
 import functools
 import heapq
 import math
-from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -227,15 +226,18 @@ def rest_of(spans: Spans, at: float, groups: tuple[int, ...]) -> tuple[Samples, 
 
 
 def arrivals(
-    whole: Iterable[tuple[float, float]], ends: Sequence[float], times: Sequence[float], since: float
+    whole: Sequence[tuple[float, float]], ends: Sequence[float], times: Sequence[float], since: float
 ) -> list[tuple[float, float]]:
     """(seconds, tokens) of each group, when bucket j ends at `times[j]` and the first begins at `since`. Without those after the last."""
     found = []
+    j, last = 0, len(times)
+    low, low_s = 0.0, since
     for at, tokens in whole:
-        j = bisect_left(ends, at)
-        if j >= len(times):
+        while j < last and ends[j] < at:
+            low, low_s = ends[j], times[j]
+            j += 1
+        if j >= last:
             break
-        low, low_s = (ends[j - 1], times[j - 1]) if j else (0.0, since)
         high_s = times[j]
         share = (at - low) / (ends[j] - low)
         found.append((high_s if high_s == math.inf or share >= 1 else low_s + share * (high_s - low_s), tokens))

@@ -105,6 +105,30 @@ class _Fleet:
             engines += more * math.exp(-self._loss * (t - after))
         return engines
 
+    def alone_after(self, t: float) -> bool:
+        """Whether harvested engines, of which none comes, generate alone from `t` on."""
+        return not self._arrivals and (t >= self._to or self._from == NEVER)
+
+    def alone(self, t: float, part: float, widths: Sequence[float], counts: Sequence[float], means: Sequence[float]) -> list[float]:
+        """What `_generate` finds while `alone_after`: `pace` written out, since each window that is looked at ends so."""
+        pool, loss, exp = self._harvested, self._loss, math.exp
+        curve, slots, cached = pool.curve, pool.slots, pool.cache < NEVER
+        base, per_sample, per_token, all_engines = curve.base, curve.per_sample, curve.per_token, pool.engines
+        times: list[float] = []
+        for width, n, mean in zip(widths, counts, means, strict=True):
+            left, part = width * (1 - part), 0.0
+            if left > 0:
+                engines = all_engines * exp(-loss * t)
+                if engines <= FEW:
+                    t = NEVER
+                else:
+                    room = engines * (pool.room(mean) if cached else slots)
+                    running = room if room < n else n
+                    each = running / engines
+                    t += left * ((base + (per_sample + per_token * mean) * (each if each > 1.0 else 1.0)) * n / running)
+            times.append(t)
+        return times
+
     def pace(self, t: float, n: float, mean: float) -> tuple[float, float]:
         """(seconds in which each of n samples gains a token, share of the samples on reserved engines) at time t; (inf, 0) with nobody."""
         reserved = self._reserved.engines if self._from <= t < self._to else 0.0
@@ -149,6 +173,8 @@ def _generate(profile: Profile, fleet: _Fleet, start: _Cursor) -> list[float]:
     changes = [c for c in fleet.changes if c > t]
     pace_of, widths, counts, means = fleet.pace, profile.width, profile.count, profile.mean
     for j in range(start.bucket, len(widths)):
+        if not changes and fleet.alone_after(t):
+            return times + fleet.alone(t, part, widths[j:], counts[j:], means[j:])
         left = widths[j] * (1 - part)
         while left > 0:
             pace, _ = pace_of(t, counts[j], means[j])
