@@ -90,11 +90,12 @@ class Profile:
     whole: Sequence[tuple[float, float]]
 
 
-def columns(samples: Sequence[Outstanding]) -> Samples:
+def columns(samples: Sequence[Outstanding] | Samples) -> Samples:
+    if isinstance(samples, Samples):
+        return samples
     have, rest, group = zip(*samples, strict=True) if samples else ((), (), ())
-    groups = tuple(sorted(set(group)))
-    place = {key: at for at, key in enumerate(groups)}
-    return Samples(np.array(have, np.float64), np.array(rest, np.float64), np.array([place[key] for key in group], np.intp), groups)
+    groups, place = np.unique(np.array(group, np.int64), return_inverse=True)
+    return Samples(np.array(have, np.float64), np.array(rest, np.float64), place, tuple(groups.tolist()))
 
 
 def thinned(samples: Samples, most: int) -> tuple[Samples, float]:
@@ -107,9 +108,9 @@ def thinned(samples: Samples, most: int) -> tuple[Samples, float]:
         return samples, 1.0
     rests = np.bincount(samples.group, samples.rest, len(samples.groups))
     kept = np.zeros(len(rests), np.bool_)
-    kept[np.argsort(rests, kind="stable")[every // 2 :: every]] = True
+    kept[rests.argsort(kind="stable")[every // 2 :: every]] = True
     left = kept[samples.group]
-    place = np.cumsum(kept) - 1
+    place = kept.cumsum() - 1
     groups = tuple(group for group, stays in zip(samples.groups, kept.tolist(), strict=True) if stays)
     few = Samples(samples.have[left], samples.rest[left], place[samples.group[left]], groups)
     return few, len(samples) / len(few)
@@ -132,9 +133,9 @@ def profile(spans: Spans, before: Floats, weight: float = 1.0) -> Profile:
     """The buckets of these spans. `before`: tokens of each group's samples that are not among them."""
     if not len(spans):
         return Profile(spans, (), (), (), (), ())
-    by_end = spans.at(np.argsort(spans.end, kind="stable"))
+    by_end = spans.at(spans.end.argsort(kind="stable"))
     ends = np.array(_bucket_ends(by_end.end.tolist()))
-    spent, context = _spent(spans.at(np.argsort(spans.start, kind="stable")), by_end, ends)
+    spent, context = _spent(spans.at(spans.start.argsort(kind="stable")), by_end, ends)
     width, tokens, mean = _steps(ends), _steps(spent), np.zeros(len(ends))
     np.divide(_steps(context), tokens, out=mean, where=tokens > 0)
     count = weight * tokens / width
@@ -154,20 +155,20 @@ def _spent(by_start: Spans, by_end: Spans, ends: Floats) -> tuple[Floats, Floats
     What begins before a bucket's end is counted from its start to there, and no more when it ends: sums over what has begun and not ended
     (number n, starts, squares of starts, contexts, contexts times starts), and over what has ended.
     """
-    began, ended = np.searchsorted(by_start.start, ends, "left"), np.searchsorted(by_end.end, ends, "right")
+    began, ended = by_start.start.searchsorted(ends, "left"), by_end.end.searchsorted(ends, "right")
     order = np.arange(len(by_start))
     # In a bucket all that begins comes before all that ends.
-    comes = order + np.concatenate(([0], ended[:-1]))[np.searchsorted(ends, by_start.start, "right")]
-    goes = order + began[np.searchsorted(ends, by_end.end, "left")]
+    comes = order + np.concatenate(([0], ended[:-1]))[ends.searchsorted(by_start.start, "right")]
+    goes = order + began[ends.searchsorted(by_end.end, "left")]
     sums = np.empty((4, 2 * len(order)))
     for spans, at in ((by_start, comes), (by_end, goes)):
         start, have = spans.start, spans.have
         for row, column in enumerate((start, start * start, have, have * start)):
             sums[row, at] = column if spans is by_start else -column
-    s1, s2, h1, hs = np.cumsum(sums, axis=1)[:, began + ended - 1]
+    s1, s2, h1, hs = sums.cumsum(axis=1)[:, began + ended - 1]
     n, last = (began - ended).astype(np.float64), ended - 1
     each = by_end.end - by_end.start
-    done, done_context = np.cumsum(each)[last], np.cumsum(each * (by_end.have + each / 2))[last]
+    done, done_context = each.cumsum()[last], (each * (by_end.have + each / 2)).cumsum()[last]
     spent = done + n * ends - s1
     return spent, done_context + h1 * ends - hs + (n * ends * ends - 2 * ends * s1 + s2) / 2
 

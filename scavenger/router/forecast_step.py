@@ -75,7 +75,7 @@ class Situation:
     reserved: Pool
     harvested: Pool
     costs: Costs
-    samples: tuple[Outstanding, ...]
+    samples: Sequence[Outstanding] | Samples
     awake: bool = True
     arrivals: tuple[tuple[float, float], ...] = ()
     loss_per_s: float = 0.0

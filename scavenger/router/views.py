@@ -79,12 +79,13 @@ class LiveView:
     @cached_property
     def samples(self) -> Sequence[SampleView]:
         groups = sorted(self._run.by_key.values(), key=lambda group: group.id)
+        ended = SampleStatus.ENDED
         return [
             sample.seen or sample_view(sample)
             for group in groups
             if not group.orphaned
             for sample in group.samples
-            if sample.status is not SampleStatus.ENDED
+            if sample.status is not ended
         ]
 
     @cached_property
