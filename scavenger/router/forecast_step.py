@@ -29,6 +29,8 @@ from scavenger.router.forecast_speed import Curve
 NEVER = math.inf
 #: Of more samples than about this, every k-th group stands for k of them.
 MODELLED = 256
+#: A bound on a sum that is made in another order.
+ROUNDING = 1e-9
 #: Fewer engines than this (what is left of those that are lost) generate nothing.
 FEW = 1e-3
 
@@ -255,6 +257,12 @@ class StepModel:
         later = _generate(shut, self._shut, _Cursor(t=t))
         until_now = arrivals([one for one in whole if one[0] <= at], ends, self.times, 0.0)
         return self._finish([*until_now, *arrivals(shut.whole, shut.ends, later, t)], later, train_from_s)
+
+    def least_s(self, window_s: float) -> float:
+        """What `close_s` is never below: after the window and the toggle, all that is not trained is."""
+        window, costs, whole = min(window_s, self.end_s), self.situation.costs, self.profile.whole
+        tokens = self._weight * sum([tokens for _, tokens in whole]) + (self.situation.ready_tokens if whole else 0.0)
+        return (max(window, self.situation.busy_s) + costs.sleep_s + costs.train_s * tokens + costs.finish_s) * (1 - ROUNDING)
 
     def _at(self, t: float, done: int) -> _Cursor:
         before = self.times[done - 1] if done else 0.0

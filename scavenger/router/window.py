@@ -97,7 +97,12 @@ def _search(model: StepModel) -> tuple[float, float, float]:
         return known[window]
 
     grid = sorted({*(end * i / GRID for i in range(GRID)), end})
-    best = min(grid, key=lambda w: (at(w), w))
+    best = grid[0]
+    for window in grid[1:]:
+        # With all the training behind it, this one and all later ones cannot even be alike to the best.
+        if model.least_s(window) > at(best) * (1 + LATER):
+            break
+        best = min((best, window), key=lambda w: (at(w), w))
     index = grid.index(best)
     low, high = grid[max(0, index - 1)], grid[min(len(grid) - 1, index + 1)]
     best = min((best, _golden(at, low, high)), key=lambda w: (at(w), w))
