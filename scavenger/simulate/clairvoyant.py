@@ -301,7 +301,7 @@ class Clairvoyant:
         # Reserved engines wake one after the other at one instant, and count as awake from the first on: that is worked out once.
         if self._unserved and fleet != self._served and not state.alone:
             situation = self._situation(view, state, now)
-            self._share = share_of(situation, self._share, anew=self._served is None)
+            self._share = share_of(situation, self._share)
             self._limit = limit_of(situation, self._share)
         self._unserved, self._served = False, fleet
         samples: list[Known] = []

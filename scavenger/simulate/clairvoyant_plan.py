@@ -6,8 +6,7 @@ downhill from the best of these, and looks at no window that cannot win:
 
     asleep    waking costs both toggles, and all that is left must be trained: where that alone takes as long as to train on, no window is
               looked at. Nor is more than a coarse grid where its best is far from worth it.
-    serving   once a step all shares are tried; then the one that was best is compared with its neighbours and with all at a time, until
-              no neighbour is better
+    serving   all shares are tried, each from where the one before had its window
 """
 
 from __future__ import annotations
@@ -65,7 +64,12 @@ class _Search:
 
     def coarse(self) -> float:
         """The best of a coarse grid."""
-        return self._best([self.end_s * i / GRID for i in range(GRID + 1)])
+        best = 0.0
+        for window in [self.end_s * i / GRID for i in range(1, GRID + 1)]:
+            if self.model.least_s(window) > self.at(best) * (1 + LATER):
+                break  # nor can a later one be the best, or alike
+            best = self._best([best, window])
+        return best
 
     def fine(self, start_s: float) -> float:
         """The best of all looked at, after going downhill from `start_s`."""
@@ -154,28 +158,21 @@ def _told(situation: Situation) -> str:
     return f"{len(situation.samples)} samples left, {engines}, {situation.ready_groups} groups ready"
 
 
-def share_of(situation: Situation, usual: float, anew: bool) -> float:
+def share_of(situation: Situation, usual: float) -> float:
     """What each engine serves at a time (a share, see `limit_of`) for the least predicted step time; `usual`, where that is about as good.
 
     Fewer at a time make the first groups whole sooner, so that the window may close sooner; more make better use of engines.
     """
-    tried: dict[float, tuple[float, float]] = {}  # share -> (step time, window)
-
-    def best_of(shares: Iterable[float], near_s: float | None) -> float:
-        for share in shares:
-            if share not in tried:
-                found = plan(replace(situation, limit=limit_of(situation, share)), near_s)
-                tried[share] = found.step_s, found.window_s
-                near_s = found.window_s
-        return min(tried, key=lambda share: (tried[share][0], -share))
-
-    best = best_of((usual, *(SHARES if anew else (NEVER,))), None)
-    while True:
-        index = SHARES.index(best)
-        better = best_of(SHARES[max(0, index - 1) : index + 2], tried[best][1])
-        if better == best:
-            return usual if tried[usual][0] * (1 - SERVE_GAIN) <= tried[best][0] else best
-        best = better
+    found: dict[float, Plan] = {}  # by limit
+    tried: dict[float, float] = {}  # share -> step time
+    near_s: float | None = None
+    for share in dict.fromkeys((usual, *SHARES)):
+        limit = limit_of(situation, share)
+        if limit not in found:
+            found[limit] = plan(replace(situation, limit=limit), near_s)
+        tried[share], near_s = found[limit].step_s, found[limit].window_s
+    best = min(tried, key=lambda share: (tried[share], -share))
+    return usual if tried[usual] * (1 - SERVE_GAIN) <= tried[best] else best
 
 
 def limit_of(situation: Situation, share: float) -> float:

@@ -72,6 +72,4 @@ def test_the_share_is_as_good_as_any(seed: int) -> None:
         return finest(replace(one, limit=limit_of(one, share)), 30)
 
     usual = SHARES[seed]
-    for anew in (True, False):
-        chosen = share_of(one, usual, anew)
-        assert step_s(chosen) <= min(step_s(share) for share in (SHARES if anew else (usual, NEVER))) * (1 + SERVE_GAIN + LATER + 0.01)
+    assert step_s(share_of(one, usual)) <= min(step_s(share) for share in SHARES) * (1 + SERVE_GAIN + LATER + 0.01)
