@@ -18,9 +18,9 @@ import functools
 import heapq
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -41,8 +41,7 @@ class Outstanding(NamedTuple):
     group: int
 
 
-@dataclass(frozen=True, slots=True)
-class Samples:
+class Samples(msgspec.Struct, frozen=True, gc=False, eq=False):
     """`Outstanding` in columns, in the order in which they go. `group`: places in `groups`, which are sorted."""
 
     have: Floats
@@ -58,8 +57,7 @@ class Samples:
         return np.array([tokens.get(group, 0.0) for group in self.groups], np.float64)
 
 
-@dataclass(frozen=True, slots=True)
-class Spans:
+class Spans(msgspec.Struct, frozen=True, gc=False, eq=False):
     """Samples from V = `start` to `end`, with the context that each begins with; `group` as in `Samples`, of which there are `groups`."""
 
     start: Floats
@@ -75,8 +73,7 @@ class Spans:
         return Spans(self.start[which], self.end[which], self.have[which], self.group[which], self.groups)
 
 
-@dataclass(frozen=True, slots=True)
-class Profile:
+class Profile(msgspec.Struct, frozen=True, gc=False, eq=False):
     """Buckets end at V = `ends[j]` and are `width[j]` wide; meanwhile `count[j]` samples run, with `mean[j]` tokens of context each.
 
     `whole`: (V, tokens) of each group when it becomes whole, growing. `weight`: samples, and groups, that each one here stands for.

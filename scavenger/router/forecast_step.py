@@ -22,6 +22,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from scavenger.router.forecast_service import Floats, Outstanding, Profile, Samples, arrivals, columns, profile, rest_of, served, thinned
 from scavenger.router.forecast_speed import Curve
@@ -260,9 +261,14 @@ class StepModel:
 
     def least_s(self, window_s: float) -> float:
         """What `close_s` is never below: after the window and the toggle, all that is not trained is."""
-        window, costs, whole = min(window_s, self.end_s), self.situation.costs, self.profile.whole
+        costs = self.situation.costs
+        return (max(min(window_s, self.end_s), self.situation.busy_s) + costs.sleep_s + self._trains_s + costs.finish_s) * (1 - ROUNDING)
+
+    @cached_property
+    def _trains_s(self) -> float:
+        whole = self.profile.whole
         tokens = self._weight * sum([tokens for _, tokens in whole]) + (self.situation.ready_tokens if whole else 0.0)
-        return (max(window, self.situation.busy_s) + costs.sleep_s + costs.train_s * tokens + costs.finish_s) * (1 - ROUNDING)
+        return self.situation.costs.train_s * tokens
 
     def _at(self, t: float, done: int) -> _Cursor:
         before = self.times[done - 1] if done else 0.0
