@@ -7,16 +7,25 @@ then known as a function of V, here in buckets.
 
 Fewer places than samples make the first groups whole sooner, at the price of throughput: the trainer wants the one, the step's end the
 other. Knows no seconds, engines or clock.
+
+A window is found by looking at some twenty, for each of many moments: what is summed is numpy's, in columns. Its running sums add one after
+the other, as a loop does, so that equal facts give equal decisions to the last bit.
 """
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
-from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+Indices = NDArray[np.intp]
 
 #: Samples that end together in the model: a share of those that have not ended, so that the last ones are told apart.
 BUCKET_SHARE = 1 / 10
@@ -32,101 +41,139 @@ class Outstanding(NamedTuple):
     group: int
 
 
-class Span(NamedTuple):
-    """A sample from V = `start` to `end`, with the context that it begins with."""
+class Samples(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """`Outstanding` in columns, in the order in which they go. `group`: places in `groups`, which are sorted."""
 
-    start: float
-    end: float
-    have: float
-    group: int
+    have: Floats
+    rest: Floats
+    group: Indices
+    groups: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.have)
+
+    def by_group(self, tokens: Mapping[int, float]) -> Floats:
+        """A column of the groups' tokens; 0 where there are none."""
+        return np.array([tokens.get(group, 0.0) for group in self.groups], np.float64)
 
 
-@dataclass(frozen=True, slots=True)
-class Profile:
+class Spans(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """Samples from V = `start` to `end`, with the context that each begins with; `group` as in `Samples`, of which there are `groups`."""
+
+    start: Floats
+    end: Floats
+    have: Floats
+    group: Indices
+    groups: int
+
+    def __len__(self) -> int:
+        return len(self.have)
+
+    def at(self, which: Indices | NDArray[np.bool_]) -> Spans:
+        return Spans(self.start[which], self.end[which], self.have[which], self.group[which], self.groups)
+
+
+class Profile(msgspec.Struct, frozen=True, gc=False, eq=False):
     """Buckets end at V = `ends[j]` and are `width[j]` wide; meanwhile `count[j]` samples run, with `mean[j]` tokens of context each.
 
     `whole`: (V, tokens) of each group when it becomes whole, growing. `weight`: samples, and groups, that each one here stands for.
     """
 
-    spans: tuple[Span, ...]
-    ends: tuple[float, ...]
-    width: tuple[float, ...]
-    count: tuple[float, ...]
-    mean: tuple[float, ...]
-    whole: tuple[tuple[float, float], ...]
+    spans: Spans
+    ends: Sequence[float]
+    width: Sequence[float]
+    count: Sequence[float]
+    mean: Sequence[float]
+    whole: Sequence[tuple[float, float]]
 
 
-def thinned(samples: Sequence[Outstanding], most: int) -> tuple[Sequence[Outstanding], float]:
+def columns(samples: Sequence[Outstanding] | Samples) -> Samples:
+    if isinstance(samples, Samples):
+        return samples
+    have, rest, group = zip(*samples, strict=True) if samples else ((), (), ())
+    groups, place = np.unique(np.array(group, np.int64), return_inverse=True)
+    return Samples(np.array(have, np.float64), np.array(rest, np.float64), place, tuple(groups.tolist()))
+
+
+def thinned(samples: Samples, most: int) -> tuple[Samples, float]:
     """Every k-th group by size, so that about `most` samples are left, in their order; and how many each stands for.
 
     By size: the set keeps its spread. (Every k-th that comes may be all alike, imputed lengths are spread evenly over ids.)
     """
     every = len(samples) // most
-    rests: dict[int, float] = {}
-    for sample in samples:
-        rests[sample.group] = rests.get(sample.group, 0.0) + sample.rest
-    if every < 2 or len(rests) < 8 * every:
+    if every < 2 or len(samples.groups) < 8 * every:
         return samples, 1.0
-    kept = set(sorted(rests, key=lambda group: (rests[group], group))[every // 2 :: every])
-    left = [sample for sample in samples if sample.group in kept]
-    return left, len(samples) / len(left)
+    rests = np.bincount(samples.group, samples.rest, len(samples.groups))
+    kept = np.zeros(len(rests), np.bool_)
+    kept[rests.argsort(kind="stable")[every // 2 :: every]] = True
+    left = kept[samples.group]
+    place = kept.cumsum() - 1
+    groups = tuple(group for group, stays in zip(samples.groups, kept.tolist(), strict=True) if stays)
+    few = Samples(samples.have[left], samples.rest[left], place[samples.group[left]], groups)
+    return few, len(samples) / len(few)
 
 
-def served(samples: Iterable[Outstanding], slots: float) -> tuple[Span, ...]:
+def served(samples: Samples, slots: float) -> Spans:
     """When each sample begins and ends, the first `slots` at once and the others in order as places come free."""
-    places: list[float] = []
-    spans = []
-    room = max(1, math.floor(slots)) if slots < math.inf else math.inf
-    for have, rest, group in samples:
-        tokens = max(1.0, rest)
-        if len(places) < room:
-            start = 0.0
-            heapq.heappush(places, tokens)
-        else:
-            start = places[0]
-            heapq.heapreplace(places, start + tokens)
-        spans.append(Span(start, start + tokens, have, group))
-    return tuple(spans)
+    tokens = np.maximum(1.0, samples.rest)
+    start = np.zeros(len(samples))
+    room = max(1, math.floor(slots)) if slots < math.inf else len(samples)
+    if room < len(samples):
+        each = tokens.tolist()
+        places, replace = each[:room], heapq.heapreplace
+        heapq.heapify(places)
+        start[room:] = [replace(places, places[0] + more) for more in each[room:]]
+    return Spans(start, start + tokens, samples.have, samples.group, len(samples.groups))
 
 
-def profile(spans: tuple[Span, ...], before: Mapping[int, float], weight: float = 1.0) -> Profile:
+def profile(spans: Spans, before: Floats, weight: float = 1.0) -> Profile:
     """The buckets of these spans. `before`: tokens of each group's samples that are not among them."""
-    by_end = sorted(spans, key=lambda span: span.end)
-    ends = _bucket_ends([span.end for span in by_end])
-    starts = sorted(spans, key=lambda span: span.start)
-    # Sums over what has begun and not ended: number, starts, squares of starts, contexts, contexts times starts.
-    n = s1 = s2 = h1 = hs = 0.0
-    done = done_context = 0.0  # sample-tokens, and tokens of context over them, of what has ended
-    i = j = 0
-    width, count, mean = [], [], []
-    at_before = spent_before = context_before = 0.0
-    for end in ends:
-        while i < len(starts) and starts[i].start < end:
-            start, have = starts[i].start, starts[i].have
-            n, s1, s2, h1, hs = n + 1, s1 + start, s2 + start * start, h1 + have, hs + have * start
-            i += 1
-        while j < len(by_end) and by_end[j].end <= end:
-            start, stop, have, _ = by_end[j]
-            n, s1, s2, h1, hs = n - 1, s1 - start, s2 - start * start, h1 - have, hs - have * start
-            done += stop - start
-            done_context += (stop - start) * (have + (stop - start) / 2)
-            j += 1
-        spent = done + n * end - s1
-        context = done_context + h1 * end - hs + (n * end * end - 2 * end * s1 + s2) / 2
-        span, tokens = end - at_before, spent - spent_before
-        width.append(span)
-        count.append(weight * tokens / span)
-        mean.append((context - context_before) / tokens if tokens > 0 else 0.0)
-        at_before, spent_before, context_before = end, spent, context
-    return Profile(spans, tuple(ends), tuple(width), tuple(count), tuple(mean), _whole(by_end, before))
+    if not len(spans):
+        return Profile(spans, (), (), (), (), ())
+    by_end = spans.at(spans.end.argsort(kind="stable"))
+    ends = np.array(_bucket_ends(by_end.end.tolist()))
+    spent, context = _spent(spans.at(spans.start.argsort(kind="stable")), by_end, ends)
+    width, tokens, mean = _steps(ends), _steps(spent), np.zeros(len(ends))
+    np.divide(_steps(context), tokens, out=mean, where=tokens > 0)
+    count = weight * tokens / width
+    return Profile(spans, ends.tolist(), width.tolist(), count.tolist(), mean.tolist(), _whole(by_end, before))
+
+
+def _steps(sums: Floats) -> Floats:
+    """What each adds to the one before."""
+    found = sums.copy()
+    found[1:] -= sums[:-1]
+    return found
+
+
+def _spent(by_start: Spans, by_end: Spans, ends: Floats) -> tuple[Floats, Floats]:
+    """Up to each of `ends`: tokens that were generated, and tokens of context over them.
+
+    What begins before a bucket's end is counted from its start to there, and no more when it ends: sums over what has begun and not ended
+    (number n, starts, squares of starts, contexts, contexts times starts), and over what has ended.
+    """
+    began, ended = by_start.start.searchsorted(ends, "left"), by_end.end.searchsorted(ends, "right")
+    order = np.arange(len(by_start))
+    # In a bucket all that begins comes before all that ends.
+    comes = order + np.concatenate(([0], ended[:-1]))[ends.searchsorted(by_start.start, "right")]
+    goes = order + began[ends.searchsorted(by_end.end, "left")]
+    sums = np.empty((4, 2 * len(order)))
+    for spans, at in ((by_start, comes), (by_end, goes)):
+        start, have = spans.start, spans.have
+        for row, column in enumerate((start, start * start, have, have * start)):
+            sums[row, at] = column if spans is by_start else -column
+    s1, s2, h1, hs = sums.cumsum(axis=1)[:, began + ended - 1]
+    n, last = (began - ended).astype(np.float64), ended - 1
+    each = by_end.end - by_end.start
+    done, done_context = each.cumsum()[last], (each * (by_end.have + each / 2)).cumsum()[last]
+    spent = done + n * ends - s1
+    return spent, done_context + h1 * ends - hs + (n * ends * ends - 2 * ends * s1 + s2) / 2
 
 
 def _bucket_ends(ends: Sequence[float]) -> list[float]:
     found: list[float] = []
-    todo = len(ends)
-    while todo:
-        todo -= max(1, int(todo * BUCKET_SHARE))
-        end = ends[len(ends) - todo - 1]
+    for at in _bucket_lasts(len(ends)):
+        end = ends[at]
         if found and end - found[-1] < LEAST_WIDTH:
             found[-1] = end
         else:
@@ -134,40 +181,61 @@ def _bucket_ends(ends: Sequence[float]) -> list[float]:
     return found
 
 
-def _whole(by_end: Sequence[Span], before: Mapping[int, float]) -> tuple[tuple[float, float], ...]:
-    last: dict[int, float] = {}
-    total: dict[int, float] = dict(before)
-    for start, end, have, group in by_end:  # sorted: the last one seen ends the group
-        last[group] = end
-        total[group] = total.get(group, 0.0) + have + end - start
-    return tuple(sorted((end, total[group]) for group, end in last.items()))
+@functools.lru_cache(4096)
+def _bucket_lasts(count: int) -> tuple[int, ...]:
+    """Of so many, in the order in which they end, the last one of each bucket."""
+    found, todo = [], count
+    while todo:
+        todo -= max(1, int(todo * BUCKET_SHARE))
+        found.append(count - todo - 1)
+    return tuple(found)
 
 
-def rest_of(spans: Iterable[Span], at: float) -> tuple[list[Outstanding], dict[int, float]]:
+def _whole(by_end: Spans, before: Floats) -> list[tuple[float, float]]:
+    last = np.zeros(by_end.groups)
+    last[by_end.group] = by_end.end  # sorted: the last one seen ends the group
+    total = _tokens(by_end, before)
+    there = np.flatnonzero(last)
+    there = there[np.lexsort((total[there], last[there]))]
+    return list(zip(last[there].tolist(), total[there].tolist(), strict=True))
+
+
+def _tokens(spans: Spans, before: Floats) -> Floats:
+    """Each group's tokens: those before, and its spans' own with their context."""
+    count, groups = len(spans), spans.groups
+    group, tokens = np.empty(groups + 3 * count, np.intp), np.empty(groups + 3 * count)
+    group[:groups], tokens[:groups] = np.arange(groups), before
+    for part, column in enumerate((spans.have, spans.end, -spans.start)):  # sample by sample, as they end
+        group[groups + part :: 3], tokens[groups + part :: 3] = spans.group, column
+    return np.bincount(group, tokens, groups).astype(np.float64, copy=False)
+
+
+def rest_of(spans: Spans, at: float, groups: tuple[int, ...]) -> tuple[Samples, Floats]:
     """What is left at V = `at`: what is under way first, then what waits, in order; and each group's tokens that are done by then."""
-    begun: list[Outstanding] = []
-    waiting: list[Outstanding] = []
-    done: dict[int, float] = {}
-    for start, end, have, group in spans:
-        if end <= at:
-            done[group] = done.get(group, 0.0) + have + end - start
-        elif start < at:
-            begun.append(Outstanding(have + at - start, end - at, group))
-        else:
-            waiting.append(Outstanding(have, end - start, group))
-    return begun + waiting, done
+    ended = spans.end <= at
+    begun, waiting = spans.at(~ended & (spans.start < at)), spans.at(~ended & (spans.start >= at))
+    left = Samples(
+        np.concatenate((begun.have + at - begun.start, waiting.have)),
+        np.concatenate((begun.end - at, waiting.end - waiting.start)),
+        np.concatenate((begun.group, waiting.group)),
+        groups,
+    )
+    return left, _tokens(spans.at(ended), np.zeros(spans.groups))
 
 
 def arrivals(
-    whole: Iterable[tuple[float, float]], ends: Sequence[float], times: Sequence[float], since: float
+    whole: Sequence[tuple[float, float]], ends: Sequence[float], times: Sequence[float], since: float
 ) -> list[tuple[float, float]]:
     """(seconds, tokens) of each group, when bucket j ends at `times[j]` and the first begins at `since`. Without those after the last."""
     found = []
+    j, last = 0, len(times)
+    low, low_s = 0.0, since
     for at, tokens in whole:
-        j = bisect_left(ends, at)
-        if j >= len(times):
+        while j < last and ends[j] < at:
+            low, low_s = ends[j], times[j]
+            j += 1
+        if j >= last:
             break
-        low, low_s = (ends[j - 1], times[j - 1]) if j else (0.0, since)
         high_s = times[j]
         share = (at - low) / (ends[j] - low)
         found.append((high_s if high_s == math.inf or share >= 1 else low_s + share * (high_s - low_s), tokens))

@@ -22,13 +22,16 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from scavenger.router.forecast_service import Outstanding, Profile, arrivals, profile, rest_of, served, thinned
+from scavenger.router.forecast_service import Floats, Outstanding, Profile, Samples, arrivals, columns, profile, rest_of, served, thinned
 from scavenger.router.forecast_speed import Curve
 
 NEVER = math.inf
 #: Of more samples than about this, every k-th group stands for k of them.
 MODELLED = 256
+#: A bound on a sum that is made in another order.
+ROUNDING = 1e-9
 #: Fewer engines than this (what is left of those that are lost) generate nothing.
 FEW = 1e-3
 
@@ -75,7 +78,7 @@ class Situation:
     reserved: Pool
     harvested: Pool
     costs: Costs
-    samples: tuple[Outstanding, ...]
+    samples: Sequence[Outstanding] | Samples
     awake: bool = True
     arrivals: tuple[tuple[float, float], ...] = ()
     loss_per_s: float = 0.0
@@ -104,6 +107,30 @@ class _Fleet:
                 break
             engines += more * math.exp(-self._loss * (t - after))
         return engines
+
+    def alone_after(self, t: float) -> bool:
+        """Whether harvested engines, of which none comes, generate alone from `t` on."""
+        return not self._arrivals and (t >= self._to or self._from == NEVER)
+
+    def alone(self, t: float, part: float, widths: Sequence[float], counts: Sequence[float], means: Sequence[float]) -> list[float]:
+        """What `_generate` finds while `alone_after`: `pace` written out, since each window that is looked at ends so."""
+        pool, loss, exp = self._harvested, self._loss, math.exp
+        curve, slots, cached = pool.curve, pool.slots, pool.cache < NEVER
+        base, per_sample, per_token, all_engines = curve.base, curve.per_sample, curve.per_token, pool.engines
+        times: list[float] = []
+        for width, n, mean in zip(widths, counts, means, strict=True):
+            left, part = width * (1 - part), 0.0
+            if left > 0:
+                engines = all_engines * exp(-loss * t)
+                if engines <= FEW:
+                    t = NEVER
+                else:
+                    room = engines * (pool.room(mean) if cached else slots)
+                    running = room if room < n else n
+                    each = running / engines
+                    t += left * ((base + (per_sample + per_token * mean) * (each if each > 1.0 else 1.0)) * n / running)
+            times.append(t)
+        return times
 
     def pace(self, t: float, n: float, mean: float) -> tuple[float, float]:
         """(seconds in which each of n samples gains a token, share of the samples on reserved engines) at time t; (inf, 0) with nobody."""
@@ -149,6 +176,8 @@ def _generate(profile: Profile, fleet: _Fleet, start: _Cursor) -> list[float]:
     changes = [c for c in fleet.changes if c > t]
     pace_of, widths, counts, means = fleet.pace, profile.width, profile.count, profile.mean
     for j in range(start.bucket, len(widths)):
+        if not changes and fleet.alone_after(t):
+            return times + fleet.alone(t, part, widths[j:], counts[j:], means[j:])
         left = widths[j] * (1 - part)
         while left > 0:
             pace, _ = pace_of(t, counts[j], means[j])
@@ -191,13 +220,13 @@ class StepModel:
         since = situation.reserved_after_s if situation.awake else situation.busy_s + situation.costs.wake_s
         self._open = _Fleet(situation, since, NEVER)
         self._shut = _Fleet(situation, NEVER, NEVER)
-        self._samples, self._weight = thinned(situation.samples, MODELLED)
-        self._before = situation.group_tokens or {}
+        self._samples, self._weight = thinned(columns(situation.samples), MODELLED)
+        self._before = self._samples.by_group(situation.group_tokens or {})
         self.profile = self._profile(self._samples, self._before, situation.reserved.engines)
         self.times = _generate(self.profile, self._open, _Cursor())
         self.end_s = self.times[-1] if self.times else 0.0
 
-    def _profile(self, samples: Sequence[Outstanding], before: Mapping[int, float], reserved: float) -> Profile:
+    def _profile(self, samples: Samples, before: Floats, reserved: float) -> Profile:
         """With the places of `reserved` engines, and of all harvested ones that are there or will be."""
         situation = self.situation
         engines = reserved + situation.harvested.engines + sum(more for _, more in situation.arrivals if more > 0)
@@ -224,13 +253,22 @@ class StepModel:
             times = [*self.times[:done], *later]
             return self._finish(arrivals(whole, ends, times, 0.0), times, train_from_s)
         at = (ends[done - 1] if done else 0.0) + cursor.part * self.profile.width[done]
-        rest, tokens = rest_of(self.profile.spans, at)
-        for group, before in self._before.items():
-            tokens[group] = tokens.get(group, 0.0) + before
-        shut = self._profile(rest, tokens, 0.0)
+        rest, tokens = rest_of(self.profile.spans, at, self._samples.groups)
+        shut = self._profile(rest, tokens + self._before, 0.0)
         later = _generate(shut, self._shut, _Cursor(t=t))
         until_now = arrivals([one for one in whole if one[0] <= at], ends, self.times, 0.0)
         return self._finish([*until_now, *arrivals(shut.whole, shut.ends, later, t)], later, train_from_s)
+
+    def least_s(self, window_s: float) -> float:
+        """What `close_s` is never below: after the window and the toggle, all that is not trained is."""
+        costs = self.situation.costs
+        return (max(min(window_s, self.end_s), self.situation.busy_s) + costs.sleep_s + self._trains_s + costs.finish_s) * (1 - ROUNDING)
+
+    @cached_property
+    def _trains_s(self) -> float:
+        whole = self.profile.whole
+        tokens = self._weight * sum([tokens for _, tokens in whole]) + (self.situation.ready_tokens if whole else 0.0)
+        return self.situation.costs.train_s * tokens
 
     def _at(self, t: float, done: int) -> _Cursor:
         before = self.times[done - 1] if done else 0.0

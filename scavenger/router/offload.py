@@ -186,13 +186,18 @@ def _best_shift(source: _Work, others: Sequence[_Work], price: Price, moved: Set
         return None
     target = min(targets, key=lambda work: (work.drain_s, work.load.worker_id))
     before, there, longest_there = source.drain_s, target.drain_s, target.longest
-    rests = heapq.nlargest(2, (sample.rest for sample in source.samples.values()))
+    rests = heapq.nlargest(2, [sample.rest for sample in source.samples.values()])
+    second = rests[1] if len(rests) > 1 else 0.0
     best: tuple[float, int, Running] | None = None
     for sample in source.samples.values():
-        if sample.fixed or sample.sample_id in moved or not target.has_room(sample):
+        if sample.fixed or sample.sample_id in moved:
             continue
-        longest_left = rests[0] if sample.rest < rests[0] else rests[1] if len(rests) > 1 else 0.0
-        after = max(source.without_s(sample, longest_left), target.with_s(sample, price, longest_there), critical_s)
+        left_s = source.without_s(sample, rests[0] if sample.rest < rests[0] else second)
+        if best is not None and left_s > best[0]:
+            continue  # whatever it costs there
+        if not target.has_room(sample):
+            continue
+        after = max(left_s, target.with_s(sample, price, longest_there), critical_s)
         if best is None or (after, sample.sample_id) < best[:2]:
             best = (after, sample.sample_id, sample)
     if best is None:

@@ -13,10 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import numpy as np
+from numpy.typing import NDArray
+
 from scavenger.router import forecast_many
 from scavenger.router.forecast import Forecast
 from scavenger.router.forecast_lengths import Belief, Group, Table, impute
-from scavenger.router.forecast_service import Outstanding
+from scavenger.router.forecast_service import Outstanding, Samples
 from scavenger.router.forecast_speed import Curve
 from scavenger.router.forecast_step import NEVER, Costs, Pool, Situation
 from scavenger.router.policy import RunView, SampleView, WorkerView
@@ -176,18 +179,28 @@ class Picture:
         whole = [group for group in self.groups.values() if not group.running]
         return len(whole), sum(group.done_tokens for group in whole)
 
-    def in_order(self, queued: Sequence[int] = ()) -> tuple[Outstanding, ...]:
-        """What is not done, with imputed lengths: what engines hold, then what waits, in the order of `queued` where it is there."""
-        turn = {sample_id: place for place, sample_id in enumerate(queued)}
-        late = len(turn)
-        found = [
-            (0 if sample.worker_id else 1, turn.get(sample.id, late), sample, group_id)
-            for group_id, group in self.groups.items()
-            for sample in group.running
-        ]
-        found.sort(key=lambda one: (one[0], one[1], one[2].id))
+    @cached_property
+    def _running(self) -> tuple[list[SampleView], Samples, NDArray[np.int64], NDArray[np.bool_]]:
+        """What is not done: views, with imputed lengths in columns, ids, and whether it waits. Group after group."""
+        views = [sample for group in self.groups.values() for sample in group.running]
         rests = self.imputed
-        return tuple(Outstanding(sample.prompt_tokens + sample.length, rests[sample.id], group_id) for _, _, sample, group_id in found)
+        ids = [sample.id for sample in views]
+        groups, place = np.unique(np.array([sample.group_id for sample in views], np.int64), return_inverse=True)
+        have = np.array([sample.prompt_tokens + sample.length for sample in views], np.float64)
+        rest = np.array([rests[sample_id] for sample_id in ids], np.float64)
+        waits = np.array([not sample.worker_id for sample in views], np.bool_)
+        return views, Samples(have, rest, place, tuple(groups.tolist())), np.array(ids, np.int64), waits
+
+    def in_order(self, queued: Sequence[int] = ()) -> Samples:
+        """What is not done, with imputed lengths: what engines hold, then what waits, in the order of `queued` where it is there."""
+        views, all_, ids, waits = self._running
+        late = len(queued)
+        turn = np.full(len(ids), late)
+        if late:
+            turns = {sample_id: place for place, sample_id in enumerate(queued)}
+            turn = np.array([turns.get(sample.id, late) for sample in views])
+        order = np.lexsort((ids, turn, waits))
+        return Samples(all_.have[order], all_.rest[order], all_.group[order], all_.groups)
 
     def situation(self, trained_tokens: float, queued: Sequence[int] = (), limit: float = NEVER) -> Situation:
         """The step under way. `trained_tokens`: about how much of the whole groups was trained. `queued`: the order of what waits."""

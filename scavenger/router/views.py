@@ -78,14 +78,12 @@ class LiveView:
 
     @cached_property
     def samples(self) -> Sequence[SampleView]:
-        groups = sorted(self._run.by_key.values(), key=lambda group: group.id)
-        return [
-            sample.seen or sample_view(sample)
-            for group in groups
-            if not group.orphaned
-            for sample in group.samples
-            if sample.status is not SampleStatus.ENDED
-        ]
+        found: list[SampleView] = []
+        ended = SampleStatus.ENDED
+        for group in sorted(self._run.by_key.values(), key=lambda group: group.id):
+            if not group.orphaned:
+                found += [sample.seen or sample_view(sample) for sample in group.samples if sample.status is not ended]
+        return found
 
     @cached_property
     def queued(self) -> Sequence[SampleView]:
@@ -151,21 +149,24 @@ def sample_view(sample: Sample) -> SampleView:
 
 
 def fresh_view(sample: Sample) -> SampleView:
-    group = sample.group
-    holder = group.run.workers.get(sample.worker_id)
+    group, length, accepted, worker_id = sample.group, sample.reported, sample.accepted, sample.worker_id
+    cap = group.sampling.max_tokens
+    if length > cap:
+        length = cap
+    holder = group.run.workers.get(worker_id) if worker_id else None
     return SampleView(
         id=sample.id,
         group_id=group.id,
         index=sample.index,
         prompt_tokens=len(group.prompt) // 4,
-        cap=group.sampling.max_tokens,
-        accepted=sample.accepted,
-        length=max(sample.accepted, min(sample.reported, group.sampling.max_tokens)),
-        worker_id=sample.worker_id,
+        cap=cap,
+        accepted=accepted,
+        length=length if length > accepted else accepted,
+        worker_id=worker_id,
         leased_at=sample.leased_at,
         lease_offset=sample.lease_offset,
         limit=sample.limit,
-        moving=holder is not None and sample.id in holder.yielding,
+        moving=holder is not None and bool(holder.yielding) and sample.id in holder.yielding,
         moves=sample.moves,
         done=sample.done,
         avoid=sample.failed_nodes,

@@ -97,26 +97,36 @@ def _search(model: StepModel) -> tuple[float, float, float]:
         return known[window]
 
     grid = sorted({*(end * i / GRID for i in range(GRID)), end})
-    best = min(grid, key=lambda w: (at(w), w))
+    best = grid[0]
+    for window in grid[1:]:
+        # With all the training behind it, this one and all later ones cannot even be alike to the best.
+        if model.least_s(window) > at(best) * (1 + LATER):
+            break
+        best = min((best, window), key=lambda w: (at(w), w))
     index = grid.index(best)
     low, high = grid[max(0, index - 1)], grid[min(len(grid) - 1, index + 1)]
-    best = min((best, _golden(at, low, high)), key=lambda w: (at(w), w))
+
+    def no_later(left: float, right: float) -> bool:
+        """Whether the earlier of two is as good: without a look at the later, where that cannot be even alike to the best."""
+        return model.least_s(right) > max(at(left), at(best) * (1 + LATER)) or at(left) <= at(right)
+
+    best = min((best, _golden(no_later, low, high)), key=lambda w: (at(w), w))
     least = at(best)
     later = max((w for w in known if w < end and known[w] <= least * (1 + LATER)), default=best) if best < end else best
     return later, known[later], at(0.0)
 
 
-def _golden(at: Callable[[float], float], low: float, high: float) -> float:
-    """Golden section search for the least value between two points."""
+def _golden(no_later: Callable[[float, float], bool], low: float, high: float) -> float:
+    """Golden section search for the least value between two points. `no_later`: whether the first of two is no greater than the second."""
     left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
     for _ in range(REFINEMENTS):
-        if at(left) <= at(right):
+        if no_later(left, right):
             high, right = right, left
             left = high - _GOLDEN * (high - low)
         else:
             low, left = left, right
             right = low + _GOLDEN * (high - low)
-    return left if at(left) <= at(right) else right
+    return left if no_later(left, right) else right
 
 
 #: Samples that each engine serves at a time, as shares of an even share of all that is left: what `serve` tries.

@@ -103,23 +103,25 @@ def said(core: Core, conn: int, message: object, faults: Mapping[int, str] | Non
 def _heartbeat(core: Core, worker: Worker, beat: Heartbeat) -> None:
     if beat.progress != worker.progress:
         worker.progress, worker.moved_at = beat.progress, core.now
-    lengths = {(h.sample_id, h.epoch): h.length for h in beat.held}
-    gained = context = 0
-    for sample in list(worker.leases.values()):
-        length = lengths.pop((sample.id, sample.epoch), None)
-        if length is not None:
-            if length > sample.reported:
-                worker.moved_at = core.now
-                gained += length - sample.reported
-            context += len(sample.group.prompt) // 4 + length
-            if length != sample.reported:
-                sample.reported, sample.seen = length, None
-        elif _assignment_lost(core, worker, sample, beat):
-            worker.lost_assignments += 1
-            sm.release(core, sample, "the assignment was lost")
-    stale = tuple(
-        (sample_id, epoch) for sample_id, epoch in lengths if not may_hold(core, worker, Held(sample_id, epoch, 0))
-    )  # fmt: skip
+    leases, now = worker.leases, core.now
+    here = gained = context = 0
+    others: list[Held] = []  # that are not its leases, as far as is known here
+    for held in beat.held:
+        sample = leases.get(held.sample_id)
+        if sample is None or sample.epoch != held.epoch:
+            others.append(held)
+            continue
+        here += 1
+        length, reported = held.length, sample.reported
+        if length != reported:
+            if length > reported:
+                worker.moved_at = now
+                gained += length - reported
+            sample.reported, sample.seen = length, None
+        context += len(sample.group.prompt) // 4 + length
+    if here < len(leases):
+        _release_lost(core, worker, beat)
+    stale = tuple([(held.sample_id, held.epoch) for held in others if not may_hold(core, worker, held)])
     if stale:
         core.send(worker.conn, Revoke(stale, "the sample moved on"))
     worker.acks += 1
@@ -131,6 +133,15 @@ def _heartbeat(core: Core, worker: Worker, beat: Heartbeat) -> None:
     _ask_again(core, worker)
     orders.reconcile(core, worker, beat)
     orders.steer(core, worker)
+
+
+def _release_lost(core: Core, worker: Worker, beat: Heartbeat) -> None:
+    """Leases that it does not name: those that it should have heard of by now never reached it."""
+    named = {(held.sample_id, held.epoch) for held in beat.held}
+    for sample in list(worker.leases.values()):
+        if (sample.id, sample.epoch) not in named and _assignment_lost(core, worker, sample, beat):
+            worker.lost_assignments += 1
+            sm.release(core, sample, "the assignment was lost")
 
 
 def _measure(core: Core, worker: Worker, gained: int, context: int) -> None:

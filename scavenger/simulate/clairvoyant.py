@@ -8,15 +8,15 @@ mixtures). The window is searched. With B samples at a time an engine spends a r
     the trainer takes whole groups in that order, from window + toggle on
     step(window) = when it has trained the last, update and publication
 
-for a grid of windows, at each decision anew. Samples go to the engine that is done first with them, before others take it where one can be;
-a tail on one engine moves where that pays. It knows what no other policy may (`Knows`, given by a simulation alone) and decides as any
-other: through `RouterPolicy`, on the same engines.
+for the windows that `clairvoyant_plan` looks at, at each decision anew. Samples go to the engine that is done first with them, before
+others take it where one can be; a tail on one engine moves where that pays. It knows what no other policy may (`Knows`, given by a
+simulation alone) and decides as any other: through `RouterPolicy`, on the same engines.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -36,9 +36,9 @@ from scavenger.router.policy import (
     WindowDecision,
     WorkerView,
 )
-from scavenger.router.window import Serving, serve, solve
 from scavenger.simulate.clairvoyant_model import line
-from scavenger.simulate.clairvoyant_seats import STORED, Known, Order, Seat
+from scavenger.simulate.clairvoyant_plan import limit_of, plan, share_of
+from scavenger.simulate.clairvoyant_seats import MOVE_GAIN_S, STORED, Known, Order, Seat, best_move
 from scavenger.simulate.decode import EngineSpec
 from scavenger.simulate.policies.even import even_share
 from scavenger.simulate.trainer_model import TrainerSpec, gather_s, optimizer_s, rank_s
@@ -46,8 +46,7 @@ from scavenger.simulate.trainer_model import TrainerSpec, gather_s, optimizer_s,
 AGAIN_S = (1.0, 20.0)
 #: An order of samples, and engines as it fills them, are good for this long.
 ORDER_S = 10.0
-#: A move must end the later engine by so many seconds sooner, its prefill paid; and an evening-out takes at most so many.
-MOVE_GAIN_S = 0.5
+#: An evening-out takes at most so many moves.
 MOST_MOVES = 64
 #: No engine holds more than this times its even share: others may be about to be there.
 OVER_SHARE = 1.15
@@ -90,6 +89,10 @@ class Knows(Protocol):
         """Harvested engines that start already or will."""
 
 
+#: What a plan rests on: whether reserved engines are awake, how many there are, and the harvested ones that serve.
+Fleet = tuple[bool, int, tuple[int, ...]]
+
+
 @dataclass(slots=True)
 class _Group:
     """A group that is not whole: its samples' (view, tokens to come), those that wait, and the tokens of those done."""
@@ -99,7 +102,6 @@ class _Group:
     queued: list[tuple[SampleView, int]] = field(default_factory=list)
     done_tokens: float = 0.0
     rest: int = 0
-    longest: int = 0
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -126,12 +128,18 @@ class Clairvoyant:
     def __init__(self, knows: Knows) -> None:
         self._knows = knows
         self._curves: dict[EngineSpec, Curve] = {}
-        self._fleet: tuple[tuple[int, bool], ...] = ()
+        self._fleet: Fleet = (False, 0, ())
         self._decision: WindowDecision | None = None
+        self._closes_at: float | None = None  # as decided last
+        # What is the same all through a step: each sample's tokens, each group's with its prompts, and its share of the training.
+        self._ends: dict[int, int] = {}
+        self._tokens: dict[int, int] = {}
         self._trains: dict[int, float] = {}
         self._order: Order | None = None
-        self._serving = Serving()
-        self._unserved = True
+        self._came: object = None  # `RunView.came` when the order last knew all that waits
+        self._share = self._limit = math.inf  # of an even share, and samples that each engine serves at a time
+        self._unserved = True  # something came or went since that was worked out
+        self._served: tuple[Fleet, float] | None = None  # for whom and when, within this step
         self._trained = self._trained_at = 0.0  # tokens, and until when they are counted
 
     def observe(self, fact: Fact, now: float) -> None:
@@ -140,10 +148,11 @@ class Clairvoyant:
                 if self._order is not None:
                     self._order.ended(fact.worker_id, fact.sample_id)
             case StepSubmitted():
-                self._order = self._decision = None
+                self._order = self._decision = self._served = None
                 self._unserved = True
                 self._trained = 0.0
-                self._trains.clear()
+                for known in (self._ends, self._tokens, self._trains):
+                    known.clear()
             case StepFinished():
                 pass
             case _ if not isinstance(fact, EngineProgress):
@@ -158,37 +167,48 @@ class Clairvoyant:
 
     def _state(self, view: RunView) -> _State:
         groups: dict[int, _Group] = {}
-        members: dict[int, list[SampleView]] = {}
         running: dict[int, list[tuple[SampleView, int]]] = {}
+        done: dict[int, int] = {}
+        self._look_up(view.samples)
+        ends = self._ends
         for sample in view.samples:
-            members.setdefault(sample.group_id, []).append(sample)
+            group_id = sample.group_id
             if sample.done:
+                done[group_id] = done.get(group_id, 0) + sample.prompt_tokens + ends[sample.id]
                 continue
-            rest = max(1, self._knows.length(sample) - sample.length)
-            group = groups.setdefault(sample.group_id, _Group(sample.group_id))
+            rest = max(1, ends[sample.id] - sample.length)
+            group = groups.get(group_id)
+            if group is None:
+                group = groups[group_id] = _Group(group_id)
             group.samples.append((sample, rest))
             group.rest += rest
-            group.longest = max(group.longest, rest)
             if sample.worker_id:
                 running.setdefault(sample.worker_id, []).append((sample, rest))
         for queued in view.queued:
-            group = groups[queued.group_id]
-            group.queued.append((queued, max(1, self._knows.length(queued) - queued.length)))
-        tokens = whole_tokens = 0.0
-        for group_id, samples in members.items():
-            each = [one.prompt_tokens + self._knows.length(one) for one in samples]
-            tokens += sum(each)
-            if group_id not in self._trains:
-                self._trains[group_id] = self._train_s(each)
-            if group_id in groups:
-                groups[group_id].done_tokens = float(sum(t for t, one in zip(each, samples, strict=True) if one.done))
-            else:
-                whole_tokens += sum(each)
+            groups[queued.group_id].queued.append((queued, max(1, ends[queued.id] - queued.length)))
+        whole = done.keys() - groups.keys()
+        for group_id, group in groups.items():
+            group.done_tokens = float(done.get(group_id, 0))
+        whole_tokens = float(sum(self._tokens[group_id] for group_id in whole))
+        tokens = whole_tokens + sum(self._tokens[group_id] for group_id in groups)
         # With reserved engines alone nothing is trained before all is generated, and no sample could go elsewhere: as they come, long and
         # short mixed, and as many at a time as an engine takes, keeps caches fullest.
         alone = all(worker.kind == "reserved" for worker in view.workers if worker.serves)
         order = sorted(groups.values(), key=lambda group: (0, group.id) if alone else group.rank)
-        return _State(order, running, tokens, len(members) - len(groups), whole_tokens, alone)
+        return _State(order, running, tokens, len(whole), whole_tokens, alone)
+
+    def _look_up(self, samples: Sequence[SampleView]) -> None:
+        """The truth about samples that were not seen before: it is asked once a step."""
+        members: dict[int, list[SampleView]] = {}
+        for sample in samples:
+            if sample.id not in self._ends:
+                members.setdefault(sample.group_id, []).append(sample)
+        for group_id, unknown in members.items():
+            for sample in unknown:
+                self._ends[sample.id] = self._knows.length(sample)
+            each = [one.prompt_tokens + self._ends[one.id] for one in unknown]
+            self._tokens[group_id] = sum(each)
+            self._trains[group_id] = self._train_s(each)
 
     def _train_s(self, tokens: Sequence[int]) -> float:
         """A group's share of the trainer's time: work in balance over ranks, and its part of the micro-steps' overheads."""
@@ -200,22 +220,23 @@ class Clairvoyant:
     # ---------------------------------------------------------------- window
 
     def window(self, view: RunView, now: float) -> WindowDecision | None:
-        reserved = [worker for worker in view.workers if worker.kind == "reserved"]
-        if not view.step.samples or not reserved:
+        if not view.step.samples or not any(worker.kind == "reserved" for worker in view.workers):
             return None
         if view.step.finished >= view.step.samples:
             return WindowDecision(True, f"all {view.step.samples} samples of step {view.step.step} are done")
-        fleet = tuple((worker.id, worker.serves) for worker in view.workers)
+        fleet = _fleet_of(view)
         if self._decision is None or now >= self._decision.again_at or fleet != self._fleet:
+            known = self._closes_at is not None and self._decision is not None and fleet == self._fleet
             self._fleet = fleet
-            self._decision = self._decide(view, now)
+            self._decision = self._decide(view, now, self._closes_at - now if known and self._closes_at is not None else None)
         return self._decision
 
-    def _decide(self, view: RunView, now: float) -> WindowDecision:
-        plan = solve(self._situation(view, self._state(view), now, self._serving.limit))
-        left = plan.close_after_s if plan.awake and plan.close_after_s < math.inf else AGAIN_S[1]
-        close = not plan.awake or (view.step.reserved_awake and left <= AGAIN_S[0])
-        return WindowDecision(close, plan.reason, now + (AGAIN_S[1] if close else _between(left / 2)))
+    def _decide(self, view: RunView, now: float, near_s: float | None) -> WindowDecision:
+        found = plan(self._situation(view, self._state(view), now, self._limit), near_s)
+        left = found.window_s if found.awake and found.window_s < math.inf else AGAIN_S[1]
+        close = not found.awake or (view.step.reserved_awake and left <= AGAIN_S[0])
+        self._closes_at = None if close else now + found.window_s
+        return WindowDecision(close, found.reason, now + (AGAIN_S[1] if close else _between(left / 2)))
 
     def _situation(self, view: RunView, state: _State, now: float, limit: float = math.inf) -> Situation:
         """What is left of the step, with nothing unknown in it."""
@@ -261,17 +282,28 @@ class Clairvoyant:
         free = {slot.worker_id: slot.max_batch - slot.leases for slot in view.slots() if slot.leases < slot.max_batch}
         if not view.waits or not free:
             return ()
-        waiting = {one.sample_id for one in view.waiting()}
-        if self._order is None or now >= self._order.since + ORDER_S or not self._order.knows(waiting):
-            self._order = self._ordered(view, now)
-        reasons = self._order.reasons
-        return [Placement(sample_id, worker_id, None, reasons[sample_id]) for sample_id, worker_id in self._order.place(waiting, free)]
+        if self._order is None or now >= self._order.since + ORDER_S or not self._knows_all(self._order, view):
+            self._order, self._came = self._ordered(view, now), view.came
+        reasons, placed = self._order.reasons, self._order.place(view.is_waiting, free)
+        return [Placement(sample_id, worker_id, None, reasons[sample_id]) for sample_id, worker_id in placed]
+
+    def _knows_all(self, order: Order, view: RunView) -> bool:
+        """Whether all that waits was ordered: looked at only when somebody may have come."""
+        came = view.came
+        if came != self._came and not order.knows({one.sample_id for one in view.waiting()}):
+            return False
+        self._came = came
+        return True
 
     def _ordered(self, view: RunView, now: float) -> Order:
         state = self._state(view)
-        if self._unserved and not state.alone:
-            self._serving = serve([self._situation(view, state, now)], self._serving)
-        self._unserved = False
+        fleet = _fleet_of(view), now
+        # Reserved engines wake one after the other at one instant, and count as awake from the first on: that is worked out once.
+        if self._unserved and fleet != self._served and not state.alone:
+            situation = self._situation(view, state, now)
+            self._share = share_of(situation, self._share)
+            self._limit = limit_of(situation, self._share)
+        self._unserved, self._served = False, fleet
         samples: list[Known] = []
         reasons: dict[int, str] = {}
         for moved in (True, False):
@@ -284,7 +316,7 @@ class Clairvoyant:
 
     def _seats(self, view: RunView, state: _State, now: float) -> list[Seat]:
         seats = []
-        most = min(math.ceil(OVER_SHARE * even_share(view)), 1 << 20 if state.alone else self._serving.limit)
+        most = min(math.ceil(OVER_SHARE * even_share(view)), 1 << 20 if state.alone else self._limit)
         for worker in view.workers:
             if worker.serves:
                 spec = self._knows.spec(worker)
@@ -304,7 +336,7 @@ class Clairvoyant:
 
         To reserved engines only when there are no others: what they hold when they sleep moves anyway.
         """
-        if view.queued:
+        if next(iter(view.waiting()), None) is not None:
             return ()
         state = self._state(view)
         kinds = {worker.id: worker.kind for worker in view.workers}
@@ -315,8 +347,8 @@ class Clairvoyant:
         while len(seats) > 1 and takers and len(moves) < MOST_MOVES:
             late = max(seats, key=lambda seat: (seat.drain_s, seat.worker_id))
             early = min(takers, key=lambda seat: (seat.drain_s, seat.worker_id))
-            found = _best_move(late, early, moved)
-            if found is None or found[0] < MOVE_GAIN_S:
+            found = best_move(late, early, moved) if late.drain_s - early.drain_s >= MOVE_GAIN_S else None
+            if found is None:
                 break
             gain, one, prefill_s = found
             late.give(one.id)
@@ -335,30 +367,21 @@ class Clairvoyant:
 def _in_order(state: _State) -> tuple[Outstanding, ...]:
     """What is left to generate: what runs, then what waits, group after group."""
     waits = {sample.id for group in state.groups for sample, _ in group.queued}
-    all_left = [
-        (one.id in waits, Outstanding(float(one.prompt_tokens + one.length), rest, group.id))
-        for group in state.groups
-        for one, rest in group.samples
-    ]
-    return tuple(one for _, one in sorted(all_left, key=lambda pair: pair[0]))
+    first: list[Outstanding] = []
+    then: list[Outstanding] = []
+    for group in state.groups:
+        for one, rest in group.samples:
+            (then if one.id in waits else first).append(Outstanding(float(one.prompt_tokens + one.length), rest, group.id))
+    return (*first, *then)
+
+
+def _fleet_of(view: RunView) -> Fleet:
+    reserved = sum(worker.kind == "reserved" for worker in view.workers)
+    return view.step.reserved_awake, reserved, tuple(worker.id for worker in view.workers if worker.kind != "reserved" and worker.serves)
 
 
 def _known(sample: SampleView, rest: int) -> Known:
     return Known(sample.id, sample.prompt_tokens + sample.length, rest)
-
-
-def _best_move(late: Seat, early: Seat, moved: Set[int]) -> tuple[float, Known, float] | None:
-    """(seconds that the later of two engines is done sooner, the sample that does it, its prefill)."""
-    longest, best = late.two_longest(), None
-    before_s = late.drain_s
-    for one in late.held.values():
-        if one.id in moved or not early.fits(one):
-            continue
-        prefill_s = early.spec.prefill_s(one.have)
-        gain = before_s - max(late.without_s(one, longest), early.with_s(one, prefill_s))
-        if best is None or (gain, -one.id) > (best[0], -best[1].id):
-            best = (gain, one, prefill_s)
-    return best
 
 
 def _between(seconds: float) -> float:

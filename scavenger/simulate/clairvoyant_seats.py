@@ -7,7 +7,7 @@ windows, groups and clocks.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from scavenger.router.forecast_speed import Curve
@@ -15,6 +15,8 @@ from scavenger.simulate.decode import EngineSpec
 
 #: A sample counts in the cache with what it has, and with this share of its whole length at least: it grows.
 STORED = 0.55
+#: A move must end the later engine by so many seconds sooner, its prefill paid.
+MOVE_GAIN_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,10 @@ class Seat:
     work_s: float = 0.0
     stored: float = 0.0
     held: dict[int, Known] = field(default_factory=dict)
+    _cache: int = 0
+
+    def __post_init__(self) -> None:
+        self._cache = self.spec.kv_capacity
 
     @property
     def drain_s(self) -> float:
@@ -66,7 +72,7 @@ class Seat:
     def fits(self, one: Known) -> bool:
         if len(self.held) >= self.slots:
             return False
-        return not self.share or not self.held or self.stored + self._stored(one) <= self.spec.kv_capacity
+        return not self.share or not self.held or self.stored + self._stored(one) <= self._cache
 
     def _stored(self, one: Known) -> float:
         return max(one.have, self.share * (one.have + one.rest))
@@ -88,6 +94,25 @@ class Seat:
         """A sample is done: what it still counted for is little, and errs on the careful side."""
         if sample_id in self.held:
             self.give(sample_id)
+
+
+def best_move(late: Seat, early: Seat, moved: Set[int]) -> tuple[float, Known, float] | None:
+    """(seconds that the later of two engines is done sooner, the sample that does it, its prefill); None when that is not worth it."""
+    longest, best = late.two_longest(), None
+    before_s = late.drain_s
+    for one in late.held.values():
+        least = MOVE_GAIN_S if best is None else best[0]
+        left_s = late.without_s(one, longest)
+        # What it cannot gain even with no prefill is looked at no further: a prefill's time is the dearest to tell.
+        if before_s - left_s < least or before_s - early.with_s(one, 0.0) < least or one.id in moved or not early.fits(one):
+            continue
+        prefill_s = early.spec.prefill_s(one.have)
+        gain = before_s - max(left_s, early.with_s(one, prefill_s))
+        if gain < MOVE_GAIN_S:
+            continue
+        if best is None or (gain, -one.id) > (best[0], -best[1].id):
+            best = (gain, one, prefill_s)
+    return best
 
 
 @dataclass(slots=True)
@@ -112,11 +137,11 @@ class Order:
             if seat.worker_id == worker_id:
                 seat.ended(sample_id)
 
-    def place(self, waiting: Set[int], free: Mapping[int, int]) -> Iterable[tuple[int, int]]:
-        """(sample, worker) in order, until the next one fits nowhere. `free`: places left, by worker."""
+    def place(self, waits: Callable[[int], bool], free: Mapping[int, int]) -> Iterable[tuple[int, int]]:
+        """(sample, worker) in order, until the next one fits nowhere. `waits`: whether a sample does; `free`: places left, by worker."""
         left = dict(free)
         for index, one in enumerate(self.samples):
-            if one.id not in waiting:
+            if not waits(one.id):
                 continue
             seat = self._seat_for(one, left)
             if seat is None:
@@ -130,15 +155,16 @@ class Order:
 
     def _seat_for(self, one: Known, left: Mapping[int, int]) -> Seat | None:
         """The engine that is done first with it, before others take it where one can be."""
-        prefill_s: dict[EngineSpec, float] = {}
+        prefill_s: dict[int, float] = {}  # by engines' spec, as many are of one kind: its hash would cost more than the sum
         best: tuple[bool, float, int] | None = None
         found = None
         for seat in self.seats:
             if left.get(seat.worker_id, 0) < 1 or not seat.fits(one):
                 continue
-            if seat.spec not in prefill_s:
-                prefill_s[seat.spec] = seat.spec.prefill_s(one.have)
-            done_s = seat.with_s(one, prefill_s[seat.spec])
+            kind = id(seat.spec)
+            if kind not in prefill_s:
+                prefill_s[kind] = seat.spec.prefill_s(one.have)
+            done_s = seat.with_s(one, prefill_s[kind])
             rank = (done_s > seat.left_s, done_s, seat.worker_id)
             if best is None or rank < best:
                 best, found = rank, seat

@@ -25,6 +25,7 @@ class SiteTruth:
         self._scenario = scenario
         self._streams = Streams(scenario.seed)
         self._groups: dict[int, tuple[int, ...]] = {}
+        self._losses: dict[tuple[str, float, int], float] = {}
         self.trainer: TrainerSpec = scenario.trainer
         self.token_budget = scenario.round_tokens
         self.publish_s = publish_s(scenario.trainer)
@@ -53,10 +54,13 @@ class SiteTruth:
         """When others want more than half of what idled on its node when it came: which of several engines goes is not decided yet."""
         if worker.kind == "reserved" or worker.node not in self._idle:
             return math.inf
-        times, idle = self._idle[worker.node]
-        since = bisect_right(times, worker.joined_at)
-        enough = max(worker.gpus, idle[since - 1] // 2)
-        return next((t for t, left in zip(times[since:], idle[since:], strict=True) if left < enough), math.inf)
+        came = worker.node, worker.joined_at, worker.gpus
+        if came not in self._losses:
+            times, idle = self._idle[worker.node]
+            since = bisect_right(times, worker.joined_at)
+            enough = max(worker.gpus, idle[since - 1] // 2)
+            self._losses[came] = next((t for t, left in zip(times[since:], idle[since:], strict=True) if left < enough), math.inf)
+        return self._losses[came]
 
     def coming(self, now: float) -> Sequence[Coming]:
         """None: which engines come is what the fleet and the policy's own wishes make of it. They count once they serve."""

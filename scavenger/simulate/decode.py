@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -36,7 +36,11 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A dense decoder-only transformer with grouped-query attention and a gated MLP, by its config.json."""
+    """A dense decoder-only transformer with grouped-query attention and a gated MLP, by its config.json.
+
+    `matmul_parameters`: weights that every decoded token is multiplied with: the layers and the output head, not the embedding look-up.
+    `attention_flops_per_pair`: for one query token and one key token, over all layers: QK^T and PV, 2 FLOPs each a dimension.
+    """
 
     name: str
     layers: int
@@ -47,16 +51,20 @@ class Model:
     intermediate: int
     vocab: int
     tied: bool = False
+    matmul_parameters: int = field(init=False, repr=False, compare=False)
+    kv_bytes_per_token: int = field(init=False, repr=False, compare=False)
+    attention_flops_per_pair: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # Worked out once: every prefill of a simulation asks.
+        object.__setattr__(self, "matmul_parameters", self.layers * self.layer_parameters + self.vocab * self.hidden)
+        object.__setattr__(self, "kv_bytes_per_token", 2 * self.layers * self.kv_heads * self.head_dim * BF16_BYTES)
+        object.__setattr__(self, "attention_flops_per_pair", 4 * self.layers * self.heads * self.head_dim)
 
     @property
     def layer_parameters(self) -> int:
         """Weights in one layer's matrix products: q and o, k and v, gate, up and down. (Norms are left out: under 0.01 %.)"""
         return self.hidden * (2 * self.heads + 2 * self.kv_heads) * self.head_dim + 3 * self.hidden * self.intermediate
-
-    @property
-    def matmul_parameters(self) -> int:
-        """Weights that every decoded token is multiplied with: the layers and the output head, not the embedding look-up."""
-        return self.layers * self.layer_parameters + self.vocab * self.hidden
 
     @property
     def parameters(self) -> int:
@@ -65,15 +73,6 @@ class Model:
     @property
     def weight_bytes(self) -> int:
         return self.parameters * BF16_BYTES
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim * BF16_BYTES
-
-    @property
-    def attention_flops_per_pair(self) -> int:
-        """FLOPs for one query token and one key token, over all layers: QK^T and PV, 2 FLOPs each a dimension."""
-        return 4 * self.layers * self.heads * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +104,10 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """One engine: a model on `gpus` GPUs (tensor parallel). `resident_bytes`: a GPU's memory that others hold (training state)."""
+    """One engine: a model on `gpus` GPUs (tensor parallel). `resident_bytes`: a GPU's memory that others hold (training state).
+
+    `kv_capacity`: tokens of KV that fit beside the weights. Counted in tokens, not in blocks: at most half a block a sequence too many.
+    """
 
     model: Model
     gpu: Gpu
@@ -114,19 +116,16 @@ class EngineSpec:
     max_sequences: int = 256
     prefill_chunk: int = 8192
     resident_bytes: float = 0.0
+    kv_capacity: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        free = self.gpus * (self.gpu.memory_bytes * self.efficiency.memory_share - self.resident_bytes) - self.model.weight_bytes
+        object.__setattr__(self, "kv_capacity", math.floor(free / self.model.kv_bytes_per_token))
         if self.kv_capacity <= 0:
             raise ConfigError(
                 f"{self.model.name} leaves no memory for KV on {self.gpus} x {self.gpu.name} beside {self.resident_bytes / 1e9:.0f} GB",
                 "give the engine more GPUs, or offload the training state",
             )
-
-    @property
-    def kv_capacity(self) -> int:
-        """Tokens of KV that fit beside the weights. Counted in tokens, not in blocks: at most half a block a sequence too many."""
-        free = self.gpus * (self.gpu.memory_bytes * self.efficiency.memory_share - self.resident_bytes) - self.model.weight_bytes
-        return math.floor(free / self.model.kv_bytes_per_token)
 
     def with_resident(self, nbytes_per_gpu: float) -> EngineSpec:
         """The same engine while others hold this much of each of its GPUs' memory."""

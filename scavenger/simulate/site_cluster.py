@@ -6,6 +6,7 @@ and their jobs are requeued. A job starts `schedule_s` after it was submitted or
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ from scavenger.simulate.site_daemon import Daemon
 from scavenger.simulate.site_engine import SimEngine
 
 PARTITION = "scavenge"
+_MIXED, _PARTITIONS = frozenset({"mixed"}), frozenset({PARTITION})
 _CPUS, _MEMORY_MB = 1024, 1 << 24  # never what is short
 
 #: Make an engine for (intent, incarnation, node); it is told when it is built.
@@ -204,13 +206,7 @@ class SimCluster:
             job.leaving, job.asked_at = how, self._sim.now
 
     def _view(self) -> ClusterView:
-        nodes = tuple(
-            Node(
-                name, frozenset({"mixed"}), frozenset({PARTITION}), "", gpus, gpus - self._idle[name] + self._used[name],
-                _CPUS, 0, _MEMORY_MB, 0,
-            )
-            for name, gpus in self._fleet.capacity.items()
-        )  # fmt: skip
+        nodes = tuple([_node(name, gpus, gpus - self._idle[name] + self._used[name]) for name, gpus in self._fleet.capacity.items()])
         jobs = tuple(
             Job(
                 job.job_id, "scavenger", PARTITION, JobState.PENDING if job.waits else JobState.RUNNING, comment=job.intent_id,
@@ -233,3 +229,9 @@ class SimCluster:
                 )
             )  # fmt: skip
         return found
+
+
+@functools.lru_cache(maxsize=65_536)
+def _node(name: str, gpus: int, allocated: int) -> Node:
+    """Few of a site's nodes change between two looks at it."""
+    return Node(name, _MIXED, _PARTITIONS, "", gpus, allocated, _CPUS, 0, _MEMORY_MB, 0)

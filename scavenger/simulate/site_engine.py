@@ -190,10 +190,9 @@ class SimEngine:
         """Tell what is held, and how far it is. One that holds nothing has nothing to tell, and nobody doubts that it lives."""
         if not (self.alive and self._held):
             return
-        progress = self.batch.progress(self._sim.now)
-        held, total = [], self.tokens
+        length_of, held, total = self.batch.progress(self._sim.now).get, [], self.tokens
         for sample_id, one in self._held.items():
-            length = one.target if one.done else progress.get(sample_id, one.sent)
+            length = one.target if one.done else length_of(sample_id, one.sent)
             held.append(Held(sample_id, one.lease.epoch, length))
             total += length
         self._say(Heartbeat(tuple(held), total, self.loaded, 0.0, self._acks, self._wake_s))

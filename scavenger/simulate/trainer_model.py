@@ -74,25 +74,29 @@ def pack(model: Model, lengths: Lengths, ranks: int, token_budget: int) -> tuple
     A rank holds at most `token_budget` tokens; a sequence longer than that goes alone. Every sequence is in exactly one place.
     """
     steps: list[list[list[int]]] = []
+    held: list[list[int]] = []  # tokens
     work: list[list[float]] = []
     for length in sorted(lengths, reverse=True):
-        place = _room(steps, work, length, token_budget)
+        place = _room(held, work, length, token_budget)
         if place is None:
             steps.append([[] for _ in range(ranks)])
+            held.append([0] * ranks)
             work.append([0.0] * ranks)
             place = (len(steps) - 1, 0)
         step, rank = place
         steps[step][rank].append(length)
+        held[step][rank] += length
         work[step][rank] += forward_flops(model, [length])
     return tuple(tuple(tuple(rank) for rank in step) for step in steps)
 
 
-def _room(steps: list[list[list[int]]], work: list[list[float]], length: int, budget: int) -> tuple[int, int] | None:
-    """The least loaded rank, in the first micro-step that has room for `length`."""
-    for index, step in enumerate(steps):
-        free = [rank for rank, held in enumerate(step) if not held or sum(held) + length <= budget]
+def _room(held: list[list[int]], work: list[list[float]], length: int, budget: int) -> tuple[int, int] | None:
+    """The least loaded rank, in the first micro-step that has room for `length`. `held`: each rank's tokens."""
+    left = budget - length
+    for index, tokens in enumerate(held):
+        free = [(done, rank) for rank, (done, has) in enumerate(zip(work[index], tokens, strict=True)) if has <= left or not has]
         if free:
-            return index, min(free, key=lambda rank: (work[index][rank], rank))
+            return index, min(free)[1]
     return None
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scavenger.router import placement
-from scavenger.router.forecast_service import Outstanding, arrivals, profile, rest_of, served, thinned
+from scavenger.router.forecast_service import Outstanding, Samples, arrivals, columns, profile, rest_of, served, thinned
 from scavenger.router.forecast_speed import Curve
 from scavenger.router.forecast_step import NEVER, Costs, Pool, Situation, StepModel
 from scavenger.router.window import Serving, serve, solve
@@ -23,21 +23,27 @@ def groups(seed: int, count: int = 24, each: int = 4) -> tuple[Outstanding, ...]
     return tuple(Outstanding(200.0, min(8000.0, draw.lognormvariate(8.3, 0.6)), group) for group in range(count) for _ in range(each))
 
 
+def rows(samples: Samples) -> list[Outstanding]:
+    keys = [samples.groups[at] for at in samples.group.tolist()]
+    return [Outstanding(*one) for one in zip(samples.have.tolist(), samples.rest.tolist(), keys, strict=True)]
+
+
 @settings(deadline=None)
 @given(SAMPLES, st.integers(1, 40))
 def test_no_more_run_than_there_are_places_and_none_is_left_empty(samples: list[Outstanding], places: int) -> None:
-    spans = served(samples, places)
-    for at in {span.start for span in spans}:
-        running = sum(span.start <= at < span.end for span in spans)
-        waiting = sum(span.start > at for span in spans)
+    spans = served(columns(samples), places)
+    for at in set(spans.start.tolist()):
+        running = int(((spans.start <= at) & (at < spans.end)).sum())
+        waiting = int((spans.start > at).sum())
         assert running == places or (running < places and not waiting)
-    assert [span.end - span.start for span in spans] == pytest.approx([float(sample.rest) for sample in samples])
+    assert (spans.end - spans.start).tolist() == pytest.approx([float(sample.rest) for sample in samples])
 
 
 @settings(deadline=None)
 @given(SAMPLES, st.integers(1, 40))
 def test_buckets_hold_every_token_and_its_context(samples: list[Outstanding], places: int) -> None:
-    found = profile(served(samples, places), {})
+    them = columns(samples)
+    found = profile(served(them, places), them.by_group({}))
     tokens = [width * count for width, count in zip(found.width, found.count, strict=True)]
     contexts = [mean * some for mean, some in zip(found.mean, tokens, strict=True)]
     assert sum(tokens) == pytest.approx(sum(sample.rest for sample in samples))
@@ -48,12 +54,33 @@ def test_buckets_hold_every_token_and_its_context(samples: list[Outstanding], pl
 @settings(deadline=None)
 @given(SAMPLES, st.integers(1, 10), st.floats(0, 3000))
 def test_what_is_left_and_what_is_done_are_all(samples: list[Outstanding], places: int, at: float) -> None:
-    spans = served(samples, places)
-    rest, done = rest_of(spans, at)
+    them = columns(samples)
+    spans = served(them, places)
+    left, done = rest_of(spans, at, them.groups)
+    rest = rows(left)
     whole = sum(sample.have + sample.rest for sample in samples)
-    assert sum(one.have + one.rest for one in rest) + sum(done.values()) == pytest.approx(whole)
-    running = sum(span.start < at < span.end for span in spans)
+    assert sum(one.have + one.rest for one in rest) + done.sum() == pytest.approx(whole)
+    running = int(((spans.start < at) & (at < spans.end)).sum())
     assert all(one.rest > 0 for one in rest[:running])
+
+
+@settings(deadline=None)
+@given(SAMPLES, st.integers(1, 40))
+def test_a_group_is_whole_with_its_last_sample_and_has_all_its_tokens(samples: list[Outstanding], places: int) -> None:
+    them = columns(samples)
+    spans = served(them, places)
+    keys = [one.group for one in samples]
+    ends = {key: max(end for end, group in zip(spans.end.tolist(), keys, strict=True) if group == key) for key in set(keys)}
+    tokens = {key: 7.0 + sum(one.have + one.rest for one in samples if one.group == key) for key in set(keys)}
+    found = profile(spans, them.by_group(dict.fromkeys(keys, 7.0) | {99: 1.0})).whole
+    assert [at for at, _ in found] == sorted(ends.values())
+    assert sorted(found) == [pytest.approx(one) for one in sorted((ends[key], tokens[key]) for key in set(keys))]
+
+
+def test_nothing_left_is_no_bucket() -> None:
+    none = columns([])
+    found = profile(served(none, 4), none.by_group({1: 5.0}))
+    assert (list(found.ends), list(found.whole), len(found.spans)) == ([], [], 0)
 
 
 def test_groups_arrive_between_the_ends_of_buckets() -> None:
@@ -66,12 +93,15 @@ def test_groups_arrive_between_the_ends_of_buckets() -> None:
 
 def test_what_stands_for_all_has_their_spread() -> None:
     samples = groups(1, 128, 8)
-    left, weight = thinned(samples, 256)
+    few, weight = thinned(columns(samples), 256)
+    left = rows(few)
     assert weight == 4
     assert len(left) == 256
     assert weight * sum(one.rest for one in left) == pytest.approx(sum(one.rest for one in samples), rel=0.03)
-    assert [one for one in samples if one in set(left)] == list(left)  # in their order
-    assert thinned(samples[:80], 256) == (samples[:80], 1.0)
+    assert [one for one in samples if one in set(left)] == left  # in their order
+    assert sorted({one.group for one in left}) == list(few.groups)
+    all_, alone = thinned(columns(samples[:80]), 256)
+    assert (rows(all_), alone) == (list(samples[:80]), 1.0)
 
 
 CURVE = Curve(8e-3, 3e-6, 2.8e-8)

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scavenger.router.forecast_speed import Curve
-from scavenger.router.forecast_step import NEVER, Costs, Outstanding, Pool, Situation
-from scavenger.router.window import ALIKE, LATER, SERVE_GAIN, Serving, carried, predict, serve, size_fleet, solve
+from scavenger.router.forecast_step import NEVER, Costs, Outstanding, Pool, Situation, StepModel
+from scavenger.router.window import ALIKE, GRID, LATER, SERVE_GAIN, Serving, carried, predict, serve, size_fleet, solve
 
 LINE = Curve(0.02, 2e-3, 1e-6)
 COSTS = Costs(prefill_s=2e-4, train_s=2e-3, round_s=0.05, round_groups=2, sleep_s=0.5, wake_s=0.5, finish_s=1.0)
@@ -202,3 +202,23 @@ def test_a_decision_that_is_carried_over_is_the_same_share_of_what_each_engine_h
     assert "decided for a step before" in kept.reason
     assert carried(many, Serving()).limit == NEVER
     assert carried(few, Serving(0, 90, 0.85)).limit == NEVER, "of seven samples an engine all are served: fewer would leave it unused"
+
+
+@pytest.mark.parametrize("awake", [True, False])
+@pytest.mark.parametrize("limit", [NEVER, 5.0])
+@pytest.mark.parametrize("train_s", [1e-4, 2e-3, 1e-2])
+def test_no_window_ends_a_step_sooner_than_all_its_training_allows(train_s: float, limit: float, awake: bool) -> None:
+    """And windows that are left out for that are none that any search could answer with."""
+    at = replace(situation(3, harvested=4), costs=replace(COSTS, train_s=train_s), limit=limit, awake=awake)
+    at = replace(at, ready_groups=3, ready_tokens=400.0, group_tokens={1: 90.0}, busy_s=0.0 if awake else 2.0)
+    model = StepModel(at)
+    windows = [model.end_s * i / GRID for i in range(GRID)] + [model.end_s]
+    assert all(model.least_s(window) <= model.close_s(window) for window in windows)
+    known = [model.close_s(window) for window in windows]
+    best = min(known)
+    left_out = [window for window in windows if model.least_s(window) > best * (1 + LATER)]
+    assert all(known[windows.index(window)] > best * (1 + LATER) for window in left_out)
+    found = solve(at)
+    if found.awake or awake:
+        assert found.step_s <= best * (1 + LATER + ALIKE)
+    assert left_out or train_s < 1e-2, "training takes longest: late windows need not be looked at"

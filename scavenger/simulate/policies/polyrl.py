@@ -41,6 +41,8 @@ class PolyRL:
         self._credit = min(1.0 if not slots else self._credit + (now - self._credit_at) * GROUPS_PER_S, 32.0)
         self._credit_at = now
         found: list[Placement] = []
+        if self._credit < 1 - 1e-9:  # not its turn yet: who waits is not looked at
+            return found
         for members in _groups(view):
             ready = [slot.worker_id for slot in slots if free[slot.worker_id] >= len(members)]
             if not ready or self._credit < 1 - 1e-9:

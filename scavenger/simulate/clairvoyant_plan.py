@@ -1,0 +1,184 @@
+"""The clairvoyant policy's search: when the window closes, and how many samples an engine serves at a time. Pure.
+
+The predictions are those that all controllers reckon with (`forecast_step`), told the truth. The search is its own: what the live
+controller's is tuned to must not move the yardstick that it is measured by. It looks where the last answer was and in a coarse grid, goes
+downhill from the best of these, and looks at no window that cannot win:
+
+    asleep    waking costs both toggles, and all that is left must be trained: where that alone takes as long as to train on, no window is
+              looked at. Nor is more than a coarse grid where its best is far from worth it.
+    serving   all shares are tried, each from where the one before had its window
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from scavenger.router.forecast_step import NEVER, Situation, StepModel
+
+GRID = 5
+#: Downhill by this share of the time in which all is generated, then to a fraction of it by golden section.
+STRIDE = 0.1
+REFINEMENTS = 3
+#: Predictions so near (a share of the step) are alike: closing now is then preferred where it would be soon anyway, else the latest window.
+ALIKE = 0.003
+AT_ONCE = 0.05
+LATER = 0.005
+#: Waking must save this share of what is left, once samples are done.
+REOPEN_GAIN = 0.05
+#: A coarse grid's best may be so much above the very best.
+COARSE = 0.03
+#: Samples at a time, as shares of an even share of all that is left, the least of them, and what another share must save of the step.
+SHARES = (NEVER, 0.85, 0.7, 0.6, 0.5, 0.42, 0.35)
+LEAST_SERVED = 8
+SERVE_GAIN = 0.01
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Generate (`awake`) for `window_s` more, to the end where that is NEVER, and then train: `step_s` is left of the step."""
+
+    awake: bool
+    window_s: float
+    step_s: float
+    reason: str
+
+
+@dataclass(slots=True)
+class _Search:
+    """The step's time by window, each looked at once."""
+
+    model: StepModel
+    known: dict[float, float] = field(default_factory=dict)
+
+    @property
+    def end_s(self) -> float:
+        return self.model.end_s if self.model.end_s < NEVER else 0.0
+
+    def at(self, window_s: float) -> float:
+        if window_s not in self.known:
+            self.known[window_s] = self.model.close_s(window_s)
+        return self.known[window_s]
+
+    def coarse(self) -> float:
+        """The best of a coarse grid."""
+        best = 0.0
+        for window in [self.end_s * i / GRID for i in range(1, GRID + 1)]:
+            if self.model.least_s(window) > self.at(best) * (1 + LATER):
+                break  # nor can a later one be the best, or alike
+            best = self._best([best, window])
+        return best
+
+    def fine(self, start_s: float) -> float:
+        """The best of all looked at, after going downhill from `start_s`."""
+        end = self.end_s
+        best = self._best([0.0, min(max(start_s, 0.0), end), end])
+        stride = STRIDE * end
+        while stride > 0:
+            nearer = self._best([max(0.0, best - stride), best, min(end, best + stride)])
+            if nearer == best:
+                break
+            best = nearer
+        self._golden(max(0.0, best - stride), min(end, best + stride))
+        return self._best(self.known)
+
+    def latest(self, best: float) -> float:
+        """Of those alike to the best the latest: a window that is open can still close, one that closed costs a toggle."""
+        end, least = self.end_s, self.at(best) * (1 + LATER)
+        return max((w for w in self.known if w < end and self.known[w] <= least), default=best) if best < end else best
+
+    def _best(self, windows: Iterable[float]) -> float:
+        return min(windows, key=lambda w: (self.at(w), w))
+
+    def _golden(self, low: float, high: float) -> None:
+        left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
+        for _ in range(REFINEMENTS if high > low else 0):
+            if self.at(left) <= self.at(right):
+                high, right = right, left
+                left = high - _GOLDEN * (high - low)
+            else:
+                low, left = left, right
+                right = low + _GOLDEN * (high - low)
+
+
+def plan(situation: Situation, near_s: float | None = None) -> Plan:
+    """The window with the least predicted step time. `near_s`: the last answer, where little has changed since."""
+    search = _Search(StepModel(situation))
+    if not situation.awake:
+        return _asleep(search)
+    best = search.fine(search.coarse() if near_s is None else near_s)
+    now_s, least = search.at(0.0), search.at(best)
+    window = search.latest(best)
+    alike = ALIKE * least if least < NEVER else 0.0
+    told = _told(situation)
+    if now_s <= least + alike and window <= AT_ONCE * least:
+        return Plan(False, 0.0, now_s, f"training from now on ends the step in {now_s:.1f} s, no later window sooner ({told})")
+    when = f"closing in {window:.1f} s" if window < search.model.end_s else f"generating to the end, {window:.1f} s,"
+    why = f"{when} ends the step in {search.at(window):.1f} s, closing now in {now_s:.1f} s ({told})"
+    return Plan(True, window if window < search.model.end_s else NEVER, search.at(window), why)
+
+
+def _asleep(search: _Search) -> Plan:
+    situation = search.model.situation
+    stay, told = search.model.asleep_s(), _told(situation)
+    worth = stay * (1 - (REOPEN_GAIN if _begun(situation) else 0.0))
+    if not situation.samples or not situation.reserved.engines:
+        return Plan(False, NEVER, stay, f"nothing is left for reserved engines to generate ({told})")
+    if least_awake_s(search.model) >= worth:
+        return Plan(False, NEVER, stay, f"training on ends the step in {stay:.1f} s, and training alone takes as long ({told})")
+    start = search.coarse()
+    if search.at(start) >= worth * (1 + COARSE):
+        best = search.at(start)
+        return Plan(False, NEVER, stay, f"training on ends the step in {stay:.1f} s, generating again in about {best:.1f} s ({told})")
+    window = search.latest(search.fine(start))
+    best = search.at(window)
+    if best < worth:
+        why = f"generating again for {window:.1f} s ends the step in {best:.1f} s, training on in {stay:.1f} s ({told})"
+        return Plan(True, window if window < search.model.end_s else NEVER, best, why)
+    return Plan(False, NEVER, stay, f"training on ends the step in {stay:.1f} s, generating again in {best:.1f} s at best ({told})")
+
+
+def least_awake_s(model: StepModel) -> float:
+    """What is left of the step if reserved engines generate at all: never less than to toggle back and train all that is not trained."""
+    situation = model.situation
+    tokens = situation.ready_tokens + len(situation.samples) / max(1, len(model.profile.spans)) * sum(t for _, t in model.profile.whole)
+    return situation.costs.sleep_s + situation.costs.train_s * tokens + situation.costs.finish_s
+
+
+def _begun(situation: Situation) -> bool:
+    """Whether any sample is done: before that the trainer has nothing to do, and waking interrupts nothing."""
+    return situation.ready_groups > 0 or any((situation.group_tokens or {}).values())
+
+
+def _told(situation: Situation) -> str:
+    coming = sum(more for _, more in situation.arrivals)
+    engines = f"{situation.reserved.engines:g} reserved and {situation.harvested.engines:g} harvested engines, {coming:g} more to come"
+    return f"{len(situation.samples)} samples left, {engines}, {situation.ready_groups} groups ready"
+
+
+def share_of(situation: Situation, usual: float) -> float:
+    """What each engine serves at a time (a share, see `limit_of`) for the least predicted step time; `usual`, where that is about as good.
+
+    Fewer at a time make the first groups whole sooner, so that the window may close sooner; more make better use of engines.
+    """
+    found: dict[float, Plan] = {}  # by limit
+    tried: dict[float, float] = {}  # share -> step time
+    near_s: float | None = None
+    for share in dict.fromkeys((usual, *SHARES)):
+        limit = limit_of(situation, share)
+        if limit not in found:
+            found[limit] = plan(replace(situation, limit=limit), near_s)
+        tried[share], near_s = found[limit].step_s, found[limit].window_s
+    best = min(tried, key=lambda share: (tried[share], -share))
+    return usual if tried[usual] * (1 - SERVE_GAIN) <= tried[best] else best
+
+
+def limit_of(situation: Situation, share: float) -> float:
+    """A share in samples; NEVER where that is no less than an even share."""
+    coming = sum(more for _, more in situation.arrivals if more > 0)
+    engines = situation.harvested.engines + coming + situation.awake * situation.reserved.engines
+    fair = len(situation.samples) / max(1.0, engines)
+    limit = max(LEAST_SERVED, math.ceil(share * fair)) if share < NEVER else NEVER
+    return limit if limit < fair else NEVER
