@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import random
 import socket
 import threading
 import time
@@ -226,6 +227,91 @@ def test_a_holder_lost_midway_is_replaced_by_another(tcp: WeightSource, how: str
     manifest, blob = version(1)
     with Faulty(blob, manifest, 10, how) as lost:
         assert get(manifest, lost.address, tcp.publish(manifest, blob)) == blob
+
+
+class Cut:
+    """Between a receiver and a holder: passes so many of the holder's bytes, whatever they are, then is gone as if that had been killed."""
+
+    def __init__(self, source: wire.WeightSource, after: int) -> None:
+        host, _, port = source.endpoint.removeprefix("tcp://").rpartition(":")
+        self._to, self._left = (host, int(port)), after
+        self._lock = threading.Lock()
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self._open: list[socket.socket] = [self._server]
+        self.address = wire.WeightSource(f"tcp://127.0.0.1:{self._server.getsockname()[1]}", source.server_key, source.token)
+        self.gone = False
+        self._threads = [threading.Thread(target=self._accept)]
+        self._threads[0].start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # its end
+            while True:
+                near, _ = self._server.accept()
+                far = socket.create_connection(self._to)
+                with self._lock:
+                    self._open += [near, far]
+                    if self.gone:
+                        break
+                for args in ((near, far, False), (far, near, True)):
+                    self._threads.append(threading.Thread(target=self._pass, args=args))
+                    self._threads[-1].start()
+        self._kill()
+
+    def _pass(self, source: socket.socket, to: socket.socket, counted: bool) -> None:
+        with contextlib.suppress(OSError):  # the other half ended
+            while data := source.recv(1 << 16):
+                with self._lock:
+                    if counted:
+                        data, over = data[: self._left], len(data) >= self._left
+                        self._left -= len(data)
+                    else:
+                        over = False
+                to.sendall(data)
+                if over:
+                    self._kill()
+
+    def _kill(self) -> None:
+        with self._lock:
+            self.gone = True
+            for sock in self._open:
+                with contextlib.suppress(OSError):  # ended already
+                    sock.shutdown(socket.SHUT_RDWR)
+                sock.close()
+
+    def __enter__(self) -> Cut:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self._kill()
+        for thread in self._threads:
+            thread.join()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_holder_killed_at_any_byte_is_replaced_by_another_and_what_came_of_it_stays(source: WeightSource, seed: int) -> None:
+    """Any: within a handshake, a length, a message or a chunk. It has the pull for itself until then."""
+    manifest, blob = version(1)
+    at = random.Random(seed).choice([seed * 7, random.Random(seed).randrange(len(blob))])
+    work = Pull(manifest, ME, limits=QUICK)
+
+    async def main(lost: Cut, other: wire.WeightSource) -> None:
+        work.offer([lost.address])
+        waiting = asyncio.create_task(work.finish(20.0))
+        async with asyncio.timeout(20.0):
+            while not lost.gone:
+                await asyncio.sleep(0.005)  # polls a condition
+        assert not waiting.done(), "nothing is given out before all of it is here"
+        work.offer([other])
+        await waiting
+
+    with WeightSource(encrypt=bool(source.server_key), local=False) as dying, Cut(dying.publish(manifest, blob), at) as lost:
+        asyncio.run(main(lost, source.publish(manifest, blob)))
+        assert dying.stats.parts > 0 or at < 1024
+    assert work.buffer.view == blob
+    assert work.transfer.corrupt == 0
+    kept = sum(holder.chunks for holder in work.transfer.holders if holder.source == 0)
+    assert kept <= at // manifest.chunk_nbytes
+    assert source.stats.parts <= len(manifest.chunk_hashes) - kept + QUICK.window * QUICK.streams, "of chunks in flight twice"
 
 
 def test_a_holder_lost_midway_without_another_is_an_error_that_counts() -> None:
