@@ -108,6 +108,15 @@ def chain(deltas: Sequence[bytes]) -> bytes:
     return b"".join(_LENGTH.pack(len(delta)) + delta for delta in deltas)
 
 
+def links(encoded: bytes) -> int:
+    """How many deltas a chain has; one that is cut off has a link too many rather than one too few."""
+    at = count = 0
+    while at < len(encoded):
+        at += _LENGTH.size + int.from_bytes(encoded[at : at + _LENGTH.size], "little")
+        count += 1
+    return count
+
+
 def apply_chain(old: memoryview, encoded: memoryview, into: memoryview) -> None:
     """Write to `into` what the chain makes of `old`. Raises `WeightsError` for bytes that are no chain for a chunk of this length."""
     into[:] = old

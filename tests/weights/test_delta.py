@@ -16,7 +16,7 @@ from scavenger import keys, wire
 from scavenger.errors import WeightsError, WireError
 from scavenger.weights import delta, protocol
 from scavenger.weights import manifest as manifests
-from scavenger.weights.deltas import Deltas
+from scavenger.weights.deltas import Deltas, Relay
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
 from scavenger.weights.protocol import Part
@@ -282,6 +282,41 @@ def test_only_the_last_steps_are_kept() -> None:
     roots = [manifest.root for manifest, _ in versions]
     assert deltas.find(roots[3], roots[5], 0, CHUNK) is not None
     assert deltas.find(roots[2], roots[5], 0, CHUNK) is None
+
+
+def link(nbytes: int) -> bytes:
+    return delta.chain([bytes(nbytes - 4)])
+
+
+def test_what_came_is_given_on_from_where_it_came_and_as_a_chain_with_what_came_before() -> None:
+    relay = Relay(2)
+    relay.add(b"a", b"b", 0, link(10))
+    relay.add(b"b", b"c", 0, link(20))
+    relay.add(b"b", b"c", 1, link(30))
+    assert relay.find(b"b", b"c", 1, 1000) == link(30)
+    assert relay.find(b"a", b"c", 0, 1000) == link(10) + link(20)
+    assert relay.find(b"a", b"c", 1, 1000) is None, "of this chunk the first step did not come as a delta"
+    assert relay.find(b"a", b"c", 0, 40) is None, "more than it is worth"
+    relay.add(b"c", b"d", 0, link(10))
+    assert relay.find(b"a", b"b", 0, 1000) is None, "two steps are kept"
+    relay.add(b"x", b"d", 1, link(10))
+    assert relay.find(b"c", b"d", 0, 1000) is None, "the way to it is another now"
+
+
+def test_what_is_given_on_is_bounded_in_bytes_and_in_links() -> None:
+    relay = Relay(3, nbytes=100)
+    relay.add(b"a", b"b", 0, link(60))
+    relay.add(b"b", b"c", 0, link(60))
+    assert relay.find(b"a", b"b", 0, 1000) is None, "the oldest went"
+    assert relay.find(b"b", b"c", 0, 1000) is not None
+    relay.add(b"b", b"c", 1, link(60))
+    assert relay.find(b"b", b"c", 1, 1000) is None, "beyond the bound nothing is kept"
+    most = Relay(3)
+    for parent, root in ((b"a", b"b"), (b"b", b"c")):
+        most.add(parent, root, 0, link(8) * (delta.MOST_LINKS - 2))
+    assert delta.links(link(8) * 6) == 6
+    assert most.find(b"b", b"c", 0, 1000) is not None
+    assert most.find(b"a", b"c", 0, 1000) is None, "a receiver refuses longer chains"
 
 
 def test_a_request_is_proven_with_the_weights_that_it_names() -> None:
