@@ -286,8 +286,8 @@ def show_joins(ledger: str) -> None:
     """Of the demo: engines that came while samples were out, from their greeting to their first durable token."""
     with tempfile.TemporaryDirectory() as folder:
         if not ledger:
-            argv = [sys.executable, "-m", "scavenger", "demo", "--backend", "local", "--steps", "10", "--out", folder]
-            subprocess.run(argv, check=True, stdout=subprocess.DEVNULL)
+            demo = ["demo", "--backend", "local", "--steps", "8", "--preempt-every-s", "15", "--out", folder]
+            subprocess.run([sys.executable, "-m", "scavenger", *demo], check=True, stdout=subprocess.DEVNULL)
             (path,) = Path(folder).rglob("ledger.sqlite3")
             ledger = f"sqlite:///{path}"
         engine = store.open_readonly(ledger)
@@ -297,7 +297,7 @@ def show_joins(ledger: str) -> None:
         finally:
             engine.dispose()
     if not found:
-        sys.exit("no engine joined while samples were out: take a longer demo")
+        sys.exit("no engine that joined while samples were out lived to its first token: take a demo with fewer preemptions")
     columns: dict[str, list[float]] = {name: [] for name in PARTS}
     for row in found:
         told = json.loads(row["detail"])
