@@ -8,6 +8,8 @@ import errno
 import os
 import random
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -147,6 +149,78 @@ def test_a_source_that_cannot_be_addressed_does_not_stop_the_others(source: Weig
     assert get(manifest, wire.WeightSource("tcp://", address.server_key, address.token), address) == blob
     nobody = wire.WeightSource("tcp://127.0.0.1:1", address.server_key, address.token)
     assert get(manifest, nobody, address) == blob
+
+
+@pytest.mark.parametrize("key", ["x", "ä" * 40, "~" * 40])
+def test_a_key_that_is_none_costs_its_holder_and_leaves_no_context_behind(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    """An engine's word is passed on: what it says its key is may be anything."""
+    manifest, blob = version(1)
+    made, real = list[zmq.Context[zmq.Socket[bytes]]](), zmq.Context
+
+    def context() -> zmq.Context[zmq.Socket[bytes]]:
+        made.append(real())
+        return made[-1]
+
+    with WeightSource(encrypt=True) as source:
+        address = source.publish(manifest, blob)
+        monkeypatch.setattr(zmq, "Context", context)
+        wrong = wire.WeightSource(address.endpoint, key, address.token)
+        assert get(manifest, wrong, address) == blob
+        with pytest.raises(WeightsError, match="cannot be used"):
+            get(manifest, wrong, deadline_s=0.5)
+    assert made
+    assert all(one.closed for one in made)
+
+
+RACE = """
+import os, threading, time
+import zmq
+from zmq.utils import garbage
+
+if ours := {ours}:
+    import scavenger.weights.source_zmq
+made, real, run = [], zmq.Context, garbage.GarbageCollectorThread.run
+
+def until(count):
+    deadline = time.monotonic() + 30.0
+    while not ours and len(made) < count and time.monotonic() < deadline:
+        time.sleep(0.001)
+
+class Slow(real):
+    def __init__(self, *args, **kwargs):
+        made.append(self)
+        until(2)
+        super().__init__(*args, **kwargs)
+
+def later(self):
+    until(1)
+    run(self)
+
+def sends(number):
+    with real() as context, context.socket(zmq.PUSH) as a, context.socket(zmq.PULL) as b:
+        a.bind(f"inproc://{{number}}")
+        b.connect(f"inproc://{{number}}")
+        a.send(bytes(100_000), copy=False)
+        b.recv(copy=False)
+
+garbage.zmq.Context, garbage.GarbageCollectorThread.run = Slow, later
+threads = [threading.Thread(target=sends, args=(number,)) for number in range(2)]
+threads[0].start()
+while garbage.gc.thread is None or not garbage.gc.thread.is_alive():
+    time.sleep(0.001)
+threads[1].start()
+for thread in threads:
+    thread.join()
+print(len(made), flush=True)
+os._exit(0)  # with two, pyzmq waits at the exit for the one that nobody reaches any more
+"""
+
+
+def test_two_threads_that_send_first_make_no_two_collectors_of_sent_memory() -> None:
+    """pyzmq's own are made where they are first asked for; without ours the same program makes two."""
+    for ours, made in ((False, "2"), (True, "0")):
+        done = subprocess.run([sys.executable, "-c", RACE.format(ours=ours)], capture_output=True, text=True, check=True, timeout=60)
+        assert done.stdout.strip() == made
 
 
 def test_an_interface_that_this_host_does_not_have_is_refused_with_the_key_to_set() -> None:
