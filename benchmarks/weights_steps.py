@@ -286,7 +286,7 @@ def show_joins(ledger: str) -> None:
     """Of the demo: engines that came while samples were out, from their greeting to their first durable token."""
     with tempfile.TemporaryDirectory() as folder:
         if not ledger:
-            demo = ["demo", "--backend", "local", "--steps", "8", "--preempt-every-s", "15", "--out", folder]
+            demo = ["demo", "--backend", "local", "--steps", "16", "--preempt-every-s", "20", "--out", folder]
             subprocess.run([sys.executable, "-m", "scavenger", *demo], check=True, stdout=subprocess.DEVNULL)
             (path,) = Path(folder).rglob("ledger.sqlite3")
             ledger = f"sqlite:///{path}"
