@@ -214,6 +214,9 @@ def main() -> None:
         if "pull" in parts:
             show_pull(int(options.gigabytes * 1e9) // MIB * MIB, options.streams, options.rounds)
         if "delta" in parts or "publish" in parts or "join" in parts:
+            # A script's own folder stands first on the path, and there benchmarks/trainer.py would hide the package of that name.
+            sys.path.append(sys.path.pop(0))
+            sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
             import weights_steps as steps  # torch; beside this file
 
             if "delta" in parts:

@@ -261,19 +261,19 @@ class ZmqChannel:
         self._version, self._token = version, source.token
         self._context = context
         self._socket = context.socket(zmq.DEALER)
-        for option, value in (
-            (zmq.CURVE_SERVERKEY, source.server_key.encode()),
-            (zmq.CURVE_PUBLICKEY, keypair.public.encode()),
-            (zmq.CURVE_SECRETKEY, keypair.secret.encode()),
-            (zmq.MAXMSGSIZE, chunk_nbytes + MAX_ANSWER_BYTES),
-            (zmq.RECONNECT_IVL, 50),
-            (zmq.RECONNECT_IVL_MAX, 1000),
-            (zmq.LINGER, 0),
-        ):
-            self._socket.setsockopt(option, value)
         try:
+            for option, value in (
+                (zmq.CURVE_SERVERKEY, source.server_key.encode()),
+                (zmq.CURVE_PUBLICKEY, keypair.public.encode()),
+                (zmq.CURVE_SECRETKEY, keypair.secret.encode()),
+                (zmq.MAXMSGSIZE, chunk_nbytes + MAX_ANSWER_BYTES),
+                (zmq.RECONNECT_IVL, 50),
+                (zmq.RECONNECT_IVL_MAX, 1000),
+                (zmq.LINGER, 0),
+            ):
+                self._socket.setsockopt(option, value)
             self._socket.connect(source.endpoint)
-        except zmq.ZMQError as error:
+        except zmq.ZMQError as error:  # another worker told the key and the address: they may be anything
             self.end()
             raise WireError(f"{source.endpoint!r} cannot be used: {error}") from error
         self._closed = threading.Event()

@@ -1,11 +1,15 @@
 """What changed between two versions, chunk by chunk: lossless and bit-exact. Pure.
 
-Owns the encoding. Knows no socket and no version's number. A delta of a chunk is the positions whose items changed and by how much (new
-less old, of the items as integers modulo their width, small ones of either sign first), zstd-compressed. Bytes of equal weight lie
-together, because the high ones are nearly all zero: a small step moves a bfloat16 to its neighbour. A chain is several deltas of one
-chunk, one version after another.
+Owns the encoding. Knows no socket and no version's number. A change is new less old, of the items as integers modulo their width, small
+ones of either sign first. A chain is several deltas of one chunk, one version after another. Of two forms:
+
+  few changed    the positions and the changes. Bytes of equal weight lie together, because the high ones are nearly all zero.
+  many changed   every item's change, in the order of the old items' exponents, which both sides know: what an optimizer step adds is much
+                 the same for all, so the exponent tells how many last places it is. Four small changes (0 to 2) share a byte, that the
+                 entropy coder may spend less than a bit on one; 3 says that the rest of it is among the large ones.
 
     delta   uint8 width of an item | uint8 width of a gap | uint32 changed items | zstd(gaps' byte planes, changes' byte planes)
+            uint8 width of an item | uint8 0              | uint32 large changes | zstd(fours of changes, large ones' byte planes)
     chain   (uint32 length, delta)*
 
 Nothing here is trusted: the receiver checks the hash of the chunk that comes out, and a delta that cannot be one raises `WeightsError`.
@@ -27,9 +31,14 @@ LEVEL = 1
 #: A chain is sent where it is at most this share of the chunk: reading the old bytes and scattering costs about as much as the rest saves.
 WORTH = 0.6
 MOST_LINKS = 8
+#: Up to this share of changed items positions are about as short, and quicker.
+FEW = 0.05
+_LARGE = 3
+_EXPONENT = {1: (0, 0xFF), 2: (7, 0xFF), 4: (23, 0xFF), 8: (52, 0x7FF)}  # where bfloat16, float32 and float64 have it: shift, mask
 _HEAD = struct.Struct("<BBI")
 _LENGTH = struct.Struct("<I")
 Array = np.ndarray[Any, Any]
+_FOURS: Array = np.array([[byte >> 2 * lane & 3 for lane in range(4)] for byte in range(256)], dtype=np.uint8).view("<u4").reshape(-1)
 
 
 def same_layout(one: Manifest, other: Manifest) -> bool:
@@ -50,13 +59,44 @@ def encode(old: memoryview, new: memoryview, width: int) -> bytes:
     kind = np.dtype(f"<u{width}")
     before, after = np.frombuffer(old, dtype=kind), np.frombuffer(new, dtype=kind)
     places = np.flatnonzero(before != after)
-    change = after[places] - before[places]
-    change = (change << 1) ^ -(change >> (8 * width - 1))  # 0, -1, 1, -2, 2, … become 0, 1, 2, 3, 4, …
+    if len(places) > FEW * len(before):
+        return _encode_all(before, after)
+    change = _folded(after[places] - before[places])
     gaps = np.diff(places, prepend=-1) - 1
     gap_width = 1 if not len(gaps) or gaps.max() < 1 << 8 else 2 if gaps.max() < 1 << 16 else 4
-    planes = [*_planes(gaps.astype(f"<u{gap_width}")), *_planes(change)]
-    packed = zstandard.ZstdCompressor(level=LEVEL).compress(b"".join(plane.tobytes() for plane in planes))
-    return _HEAD.pack(width, gap_width, len(places)) + packed
+    return _packed(width, gap_width, len(places), [*_planes(gaps.astype(f"<u{gap_width}")), *_planes(change)])
+
+
+def _encode_all(before: Array, after: Array) -> bytes:
+    change = _folded(after - before)[_order(before)]
+    small = np.zeros(-(-len(change) // 4) * 4, dtype=np.uint8)
+    small[: len(change)] = np.minimum(change, _LARGE)
+    four = small.view("<u4")
+    fours = (four | four >> 6 | four >> 12 | four >> 18).astype(np.uint8)
+    large = change[change >= _LARGE] - change.dtype.type(_LARGE)
+    return _packed(before.dtype.itemsize, 0, len(large), [fours, *_planes(large)])
+
+
+def _packed(width: int, gap_width: int, count: int, planes: Sequence[Array]) -> bytes:
+    return _HEAD.pack(width, gap_width, count) + zstandard.ZstdCompressor(level=LEVEL).compress(b"".join(p.tobytes() for p in planes))
+
+
+def _folded(change: Array) -> Array:
+    """0, -1, 1, -2, 2, … become 0, 1, 2, 3, 4, …"""
+    folded: Array = (change << 1) ^ -(change >> (8 * change.dtype.itemsize - 1))
+    return folded
+
+
+def _unfolded(change: Array) -> Array:
+    unfolded: Array = (change >> 1) ^ -(change & 1)
+    return unfolded
+
+
+def _order(items: Array) -> Array:
+    """The places of the items by their exponents, equal ones as they lie."""
+    shift, mask = _EXPONENT[items.dtype.itemsize]
+    exponents = (items >> shift) & mask
+    return np.argsort(exponents.astype(np.uint8 if mask <= 0xFF else np.uint16), kind="stable")
 
 
 def _planes(items: Array) -> list[Array]:
@@ -66,6 +106,15 @@ def _planes(items: Array) -> list[Array]:
 
 def chain(deltas: Sequence[bytes]) -> bytes:
     return b"".join(_LENGTH.pack(len(delta)) + delta for delta in deltas)
+
+
+def links(encoded: bytes) -> int:
+    """How many deltas a chain has; one that is cut off has a link too many rather than one too few."""
+    at = count = 0
+    while at < len(encoded):
+        at += _LENGTH.size + int.from_bytes(encoded[at : at + _LENGTH.size], "little")
+        count += 1
+    return count
 
 
 def apply_chain(old: memoryview, encoded: memoryview, into: memoryview) -> None:
@@ -88,28 +137,45 @@ def _apply(delta: memoryview, chunk: memoryview) -> None:
     if len(delta) < _HEAD.size:
         raise WeightsError("a delta without its head")
     width, gap_width, count = _HEAD.unpack_from(delta)
-    if width not in (1, 2, 4, 8) or gap_width not in (1, 2, 4) or len(chunk) % width or count > len(chunk) // width:
+    if width not in (1, 2, 4, 8) or gap_width not in (0, 1, 2, 4) or len(chunk) % width or count > len(chunk) // width:
         raise WeightsError("a delta that is not one of this chunk")
-    nbytes = count * (gap_width + width)
+    items = np.frombuffer(chunk, dtype=f"<u{width}")
+    fours = 0 if gap_width else -(-len(items) // 4)
+    raw = _unpacked(delta[_HEAD.size :], fours + count * (gap_width + width))
+    if fours:
+        _apply_all(np.frombuffer(raw, np.uint8, fours), _from_planes(raw[fours:], width), items)
+    elif count:
+        gaps = _from_planes(raw[: count * gap_width], gap_width)
+        places = np.cumsum(gaps.astype(np.int64) + 1) - 1
+        if places[-1] >= len(items):
+            raise WeightsError("a delta that reaches beyond its chunk")
+        items[places] += _unfolded(_from_planes(raw[count * gap_width :], width))
+
+
+def _apply_all(fours: Array, large: Array, items: Array) -> None:
+    some = _FOURS.take(fours).view(np.uint8)[: len(items)]
+    rest = np.flatnonzero(some == _LARGE)
+    if len(rest) != len(large):
+        raise WeightsError(f"a delta of {len(rest)} large changes, its head says {len(large)}")
+    change = some.astype(items.dtype)
+    change[rest] += large
+    placed = np.empty_like(change)
+    placed[_order(items)] = _unfolded(change)
+    items += placed
+
+
+def _unpacked(packed: memoryview, nbytes: int) -> bytes:
     try:
         # The library allots what the frame names, whatever `max_output_size` says: so that is looked at first. -1: it names nothing.
-        named = zstandard.frame_content_size(delta[_HEAD.size :])
+        named = zstandard.frame_content_size(packed)
         if named != nbytes:
             raise WeightsError(f"a delta of {named} bytes, its head says {nbytes}")
-        raw = zstandard.ZstdDecompressor().decompress(delta[_HEAD.size :], max_output_size=max(nbytes, 1))
+        raw = zstandard.ZstdDecompressor().decompress(packed, max_output_size=max(nbytes, 1))
     except zstandard.ZstdError as error:
         raise WeightsError(f"a delta that cannot be unpacked: {error}") from error
     if len(raw) != nbytes:
         raise WeightsError(f"a delta of {len(raw)} bytes, its frame names {nbytes}")
-    if not count:
-        return
-    gaps = _from_planes(raw[: count * gap_width], gap_width)
-    change = _from_planes(raw[count * gap_width :], width)
-    places = np.cumsum(gaps.astype(np.int64) + 1) - 1
-    items = np.frombuffer(chunk, dtype=f"<u{width}")
-    if places[-1] >= len(items):
-        raise WeightsError("a delta that reaches beyond its chunk")
-    items[places] += (change >> 1) ^ -(change & 1)
+    return raw
 
 
 def _from_planes(raw: bytes, width: int) -> Array:

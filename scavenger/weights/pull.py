@@ -26,6 +26,7 @@ from scavenger.weights import channel as channels
 from scavenger.weights import delta
 from scavenger.weights.channel import Channel, SharedContext, ZmqChannel
 from scavenger.weights.channel_rdma import RdmaChannel
+from scavenger.weights.deltas import Relay
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
 from scavenger.weights.opener import Opener
@@ -54,15 +55,17 @@ class Pull:
         base: tuple[Manifest, Buffer] | None = None,
         buffer: Buffer | None = None,
         no_nixl: set[str] | None = None,
+        relay: Relay | None = None,
     ) -> None:
         """`arrived` is told each verified chunk, from any thread. `seed`: this receiver's own order of chunks; None = random.
 
         `base`: verified weights that are here, which deltas may start from. `buffer`: memory of the version's size that nobody reads.
-        `no_nixl`: endpoints not to be read by NIXL; those with which it fails are added.
+        `no_nixl`: endpoints not to be read by NIXL; those with which it fails are added. `relay` keeps the deltas that came.
         """
         self.manifest = manifest
         self.buffer = buffer or Buffer(manifest.total_nbytes)
         self.base = base if base is not None and delta.same_layout(base[0], manifest) else None
+        self.relay, self._parent = relay, self.base[0].root if self.base is not None else b""
         self.deltas, self.nbytes, self.verify_s = 0, 0, 0.0  # chunks that came as deltas; bytes that came; threads' seconds of hashing
         self.keypair = keypair
         self.limits = limits or Limits()
@@ -349,6 +352,8 @@ class _Stream(threading.Thread):
         if verdict is Verdict.CORRUPT:
             _log.warning("weights.corrupt", source=self.source.endpoint, chunk=answer.chunk)
         elif verdict is Verdict.ACCEPTED:
+            if answer.delta and pull.relay is not None:
+                pull.relay.add(pull._parent, pull.manifest.root, answer.chunk, bytes(self._into[: answer.nbytes]))
             pull.arrived(answer.chunk)
 
     def _from_delta(self, chunk: int, encoded: memoryview) -> memoryview:

@@ -20,7 +20,7 @@ import numpy as np
 
 from scavenger.errors import WeightsError
 from scavenger.weights import protocol
-from scavenger.weights.deltas import Deltas
+from scavenger.weights.deltas import Deltas, Relay
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
 from scavenger.weights.protocol import TOKEN_NBYTES, Get, Holds, NoSuch, Part, Request
@@ -72,14 +72,16 @@ Found = tuple[Part | NoSuch | Holds, memoryview | None]
 class Shelf:
     """Thread-safe. `keep` complete versions are served; one more retires the oldest."""
 
-    def __init__(self, keep: int, lease_s: float, clock: Callable[[], float] = time.monotonic, links: int = 0) -> None:
+    def __init__(
+        self, keep: int, lease_s: float, clock: Callable[[], float] = time.monotonic, deltas: Relay | None = None
+    ) -> None:
         self.stats = SourceStats()
         self._keep = keep
         self._lease_s = lease_s
         self._clock = clock
         self._held: OrderedDict[int, Held] = OrderedDict()
         self._changed = threading.Condition()
-        self.deltas = Deltas(links)
+        self.deltas = deltas or Deltas(0)
 
     def put(
         self, manifest: Manifest, blob: memoryview, buffer: Buffer | None, *, empty: bool = False, chunks: Sequence[int] | None = None

@@ -20,7 +20,7 @@ from scavenger import wire
 from scavenger.errors import WeightsError, WireError
 from scavenger.weights import rdma
 from scavenger.weights.channel import boot_id, read_exactly, send_frame, set_timeouts
-from scavenger.weights.deltas import Deltas
+from scavenger.weights.deltas import Deltas, Relay
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
 from scavenger.weights.protocol import MAX_REQUEST_BYTES, Answer, Map, NoSuch, Reach, Reached, decode_request, encode
@@ -50,17 +50,18 @@ class WeightSource:
         local: bool = True,
         lease_s: float = LEASE_S,
         nbytes_per_s: float = 0.0,
-        deltas: int = 0,
+        deltas: int | Relay = 0,
         nixl: bool = False,
     ) -> None:
         """Bind ports that the system gives on the interface `listen`; receivers are told to connect to `advertise`.
 
         `keep` versions are served; publishing one more retires the oldest. `encrypt`: under CURVE. `local`: hand the memory to readers
-        on this machine. `deltas`: from so many versions back. `nbytes_per_s`: what it sends at most, all receivers together; 0 = no
-        bound. `nixl`: let the memory be read by NIXL, never where `encrypt`. Raises `WeightsError` when it cannot bind.
+        on this machine. `deltas`: from so many versions back, made here; or those that came from elsewhere. `nbytes_per_s`: what it
+        sends at most, all receivers together; 0 = no bound. `nixl`: let the memory be read by NIXL, never where `encrypt`. Raises
+        `WeightsError` when it cannot bind.
         """
         self._agent = rdma.shared("serve") if nixl and not encrypt else None
-        self._shelf = Shelf(keep, lease_s, links=deltas)
+        self._shelf = Shelf(keep, lease_s, deltas=Deltas(deltas) if isinstance(deltas, int) else deltas)
         self._pace = _Pace(nbytes_per_s)
         self._numbers = itertools.count()
         self._lock = threading.Lock()
@@ -90,7 +91,7 @@ class WeightSource:
         return self._shelf.stats
 
     @property
-    def deltas(self) -> Deltas:
+    def deltas(self) -> Relay:
         return self._shelf.deltas
 
     # ---------------------------------------------------------------- what is served

@@ -12,6 +12,7 @@ import threading
 
 import structlog
 import zmq
+from zmq.utils import garbage
 
 from scavenger.errors import WeightsError, WireError
 from scavenger.weights.protocol import MAX_REQUEST_BYTES, Get, Map, NoSuch, Reach, decode_request, encode
@@ -20,6 +21,10 @@ from scavenger.weights.shelf import Shelf
 SEND_QUEUE = 16  # answers that may wait for one receiver
 _POLL_MS = 1000
 _log = structlog.get_logger(__name__)
+# pyzmq makes the context of its own collector of sent memory where that is first asked for. Two threads that ask at once make two: one is
+# lost, and with it what it was to free, which then stays for ever; the process may not even end. So it is asked for here, before any thread
+# sends.
+garbage.gc.context  # noqa: B018
 
 
 class CurveServer:

@@ -17,6 +17,7 @@ from scavenger import wire
 from scavenger.errors import ScavengerError, WeightsError
 from scavenger.keys import KeyPair
 from scavenger.weights import rdma
+from scavenger.weights.deltas import Relay
 from scavenger.weights.directory import in_clear
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer, Pool
@@ -26,6 +27,8 @@ from scavenger.weights.transfer import Limits
 
 ANNOUNCE_S = 0.5  # a pull that takes longer serves others while it runs
 KEEP = 8  # more than it can be told to keep at a time
+RELAYED_STEPS = 4
+RELAYED_SHARE = 0.25  # of a version's bytes, that deltas which came are kept in beside it
 _log = structlog.get_logger(__name__)
 
 
@@ -62,6 +65,7 @@ class Store:
         self._served: dict[int, bytes] = {}  # version -> root
         self._pull: Pull | None = None  # under way, or unfinished
         self._pool = Pool(most=1)
+        self._relay = Relay(RELAYED_STEPS)  # for engines that follow from the same version as this one
         self._no_nixl: set[str] = set()  # endpoints with which it failed
         self._more: wire.UseWeights | None = None  # further holders that were named last
         self.verify_s = 0.0  # thread seconds that the last version's hashes took
@@ -83,9 +87,11 @@ class Store:
             newest = self._held[max(self._held)] if self._held else None
             work = self._pull = None  # what arrived of another version is of no use
             memory = self._pool.take(manifest.total_nbytes)
+            self._relay.bound(int(RELAYED_SHARE * manifest.total_nbytes))
             work = self._pull = Pull(
-                manifest, self._keypair, limits=self._limits, clock=self._clock, base=newest, buffer=memory, no_nixl=self._no_nixl
-            )
+                manifest, self._keypair, limits=self._limits, clock=self._clock, base=newest, buffer=memory, no_nixl=self._no_nixl,
+                relay=self._relay,
+            )  # fmt: skip
         else:
             work.again(manifest)
         more = self._more.sources if self._more is not None and self._more.version == weights.version else ()
@@ -164,7 +170,8 @@ class Store:
             encrypt = weights.encrypt or any(source.server_key for source in weights.sources)
             try:
                 nixl = any(source.nixl for source in weights.sources) and rdma.installed()
-                self._source, self._encrypted = WeightSource(self._address(), keep=KEEP, encrypt=encrypt, nixl=nixl), encrypt
+                self._source = WeightSource(self._address(), keep=KEEP, encrypt=encrypt, nixl=nixl, deltas=self._relay)
+                self._encrypted = encrypt
             except (ScavengerError, OSError) as error:
                 _log.warning("weights.not_served_on", reason=str(error))
         if self._source is not None:

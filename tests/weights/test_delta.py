@@ -16,7 +16,7 @@ from scavenger import keys, wire
 from scavenger.errors import WeightsError, WireError
 from scavenger.weights import delta, protocol
 from scavenger.weights import manifest as manifests
-from scavenger.weights.deltas import Deltas
+from scavenger.weights.deltas import Deltas, Relay
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
 from scavenger.weights.protocol import Part
@@ -63,11 +63,38 @@ def test_nan_payloads_signed_zeros_and_the_first_and_last_item_survive() -> None
     assert out == after
 
 
+@pytest.mark.parametrize("items", [1, 2, 3, 4, 5, 1023])
+def test_a_count_of_items_that_is_no_multiple_of_four_and_changes_of_every_size_survive(items: int) -> None:
+    rng = np.random.default_rng(items)
+    for width in (1, 2, 4, 8):
+        before, after = memoryview(rng.bytes(items * width)), memoryview(rng.bytes(items * width))
+        out = memoryview(bytearray(items * width))
+        made = delta.encode(before, after, width)
+        assert made[1] == 0, "all items' changes"
+        delta.apply_chain(before, memoryview(delta.chain([made])), out)
+        assert out == after
+
+
+def test_steps_of_one_size_cost_a_bit_or_two_an_item_whatever_share_of_them_shows() -> None:
+    """As an optimizer's step does: float32 masters move by the learning rate, up or down, and are cast to bfloat16."""
+    rng = np.random.default_rng(0)
+    masters = rng.normal(0, 0.02, 1 << 18).astype(np.float32)
+    before, after = (memoryview((values.view("<u4") >> 16).astype("<u2").tobytes()) for values in
+                     (masters, masters + rng.choice(np.float32([-2e-5, 2e-5]), len(masters))))  # fmt: skip
+    made, out = delta.encode(before, after, 2), memoryview(bytearray(len(before)))
+    delta.apply_chain(before, memoryview(delta.chain([made])), out)
+    assert out == after
+    share = np.mean(np.frombuffer(before, "<u2") != np.frombuffer(after, "<u2"))
+    assert share > 0.2
+    assert len(made) < 0.1 * len(before)
+
+
+@pytest.mark.parametrize("share", [0.02, 0.5])
 @pytest.mark.parametrize("seed", range(40))
-def test_garbage_is_refused_or_makes_other_bytes_but_never_more(seed: int) -> None:
+def test_garbage_is_refused_or_makes_other_bytes_but_never_more(seed: int, share: float) -> None:
     rng = np.random.default_rng(seed)
     old = bytes_of(1, CHUNK)
-    good = bytearray(delta.chain([delta.encode(memoryview(old), memoryview(changed(old, 0.02, seed)), 2)] * 2))
+    good = bytearray(delta.chain([delta.encode(memoryview(old), memoryview(changed(old, share, seed)), 2)] * 2))
     for _ in range(20):
         bad = bytearray(good)
         bad[int(rng.integers(len(bad)))] ^= int(rng.integers(1, 256))
@@ -82,10 +109,17 @@ def test_garbage_is_refused_or_makes_other_bytes_but_never_more(seed: int) -> No
 
 def test_a_bomb_is_refused() -> None:
     packed = zstandard.ZstdCompressor().compress(bytes(1 << 26))
-    for count in (1, CHUNK // 2):
-        bomb = struct.pack("<BBI", 2, 1, count) + packed
+    for gap_width, count in ((1, 1), (1, CHUNK // 2), (0, 0), (0, CHUNK // 2)):
+        bomb = struct.pack("<BBI", 2, gap_width, count) + packed
         with pytest.raises(WeightsError):
             delta.apply_chain(memoryview(bytes(CHUNK)), memoryview(delta.chain([bomb])), memoryview(bytearray(CHUNK)))
+
+
+def test_a_head_that_counts_other_large_changes_than_there_are_is_refused() -> None:
+    old, new = memoryview(bytes(8)), memoryview(bytes([9, 0] * 4))
+    fours = zstandard.ZstdCompressor().compress(bytes([3]) + bytes([1, 1, 0, 0]))  # one large change in the fours, two of them told
+    with pytest.raises(WeightsError, match="1 large changes, its head says 2"):
+        delta.apply_chain(old, memoryview(delta.chain([struct.pack("<BBI", 2, 0, 2) + fours])), memoryview(bytearray(len(new))))
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -248,6 +282,41 @@ def test_only_the_last_steps_are_kept() -> None:
     roots = [manifest.root for manifest, _ in versions]
     assert deltas.find(roots[3], roots[5], 0, CHUNK) is not None
     assert deltas.find(roots[2], roots[5], 0, CHUNK) is None
+
+
+def link(nbytes: int) -> bytes:
+    return delta.chain([bytes(nbytes - 4)])
+
+
+def test_what_came_is_given_on_from_where_it_came_and_as_a_chain_with_what_came_before() -> None:
+    relay = Relay(2)
+    relay.add(b"a", b"b", 0, link(10))
+    relay.add(b"b", b"c", 0, link(20))
+    relay.add(b"b", b"c", 1, link(30))
+    assert relay.find(b"b", b"c", 1, 1000) == link(30)
+    assert relay.find(b"a", b"c", 0, 1000) == link(10) + link(20)
+    assert relay.find(b"a", b"c", 1, 1000) is None, "of this chunk the first step did not come as a delta"
+    assert relay.find(b"a", b"c", 0, 40) is None, "more than it is worth"
+    relay.add(b"c", b"d", 0, link(10))
+    assert relay.find(b"a", b"b", 0, 1000) is None, "two steps are kept"
+    relay.add(b"x", b"d", 1, link(10))
+    assert relay.find(b"c", b"d", 0, 1000) is None, "the way to it is another now"
+
+
+def test_what_is_given_on_is_bounded_in_bytes_and_in_links() -> None:
+    relay = Relay(3, nbytes=100)
+    relay.add(b"a", b"b", 0, link(60))
+    relay.add(b"b", b"c", 0, link(60))
+    assert relay.find(b"a", b"b", 0, 1000) is None, "the oldest went"
+    assert relay.find(b"b", b"c", 0, 1000) is not None
+    relay.add(b"b", b"c", 1, link(60))
+    assert relay.find(b"b", b"c", 1, 1000) is None, "beyond the bound nothing is kept"
+    most = Relay(3)
+    for parent, root in ((b"a", b"b"), (b"b", b"c")):
+        most.add(parent, root, 0, link(8) * (delta.MOST_LINKS - 2))
+    assert delta.links(link(8) * 6) == 6
+    assert most.find(b"b", b"c", 0, 1000) is not None
+    assert most.find(b"a", b"c", 0, 1000) is None, "a receiver refuses longer chains"
 
 
 def test_a_request_is_proven_with_the_weights_that_it_names() -> None:

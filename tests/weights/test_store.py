@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import random
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from scavenger import keys, wire
@@ -21,6 +23,7 @@ from scavenger.weights.source import WeightSource
 from scavenger.weights.spool import Spool
 from scavenger.weights.store import Store
 from scavenger.weights.transfer import Limits
+from tests.weights.cut import Cut
 
 LIMITS = Limits(stall_s=0.5, backoff_s=0.01, backoff_max_s=0.05)
 
@@ -199,6 +202,94 @@ def test_an_engine_is_sent_what_changed_since_its_version() -> None:
                 assert await engine.get(second, address) == new
                 assert trainer.deltas.used == len(second.chunk_hashes)
                 assert trainer.stats.nbytes - sent < sent / 20
+
+    asyncio.run(main())
+
+
+def steps(count: int) -> list[tuple[Manifest, memoryview]]:
+    """Versions of which each differs little from the one before."""
+    made = [version(1)]
+    for number in range(2, count + 1):
+        data = bytearray(made[-1][1])
+        for at in range(number, len(data), 999):
+            data[at] ^= 1
+        made.append(manifests.build(number, {"w": ("bfloat16", (len(data) // 2,), memoryview(data))}, chunk_nbytes=1 << 14))
+    return made
+
+
+def network(source: wire.WeightSource) -> wire.WeightSource:
+    """As a receiver on another machine sees it."""
+    return msgspec.structs.replace(source, local="")
+
+
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_an_engine_gives_on_the_deltas_that_it_was_sent_also_to_one_two_versions_behind(encrypt: bool) -> None:
+    async def main() -> None:
+        published = steps(3)
+        chunks = len(published[0][0].chunk_hashes)
+        async with engines(3) as (first, second, behind):
+            with WeightSource(local=False, deltas=2, encrypt=encrypt) as trainer:
+                for manifest, blob in published:
+                    address = trainer.publish(manifest, blob)
+                    trainer.deltas.wait()
+                    assert await first.get(manifest, address) == blob
+                    if manifest.version <= 2:
+                        assert await second.get(manifest, address) == blob
+                    if manifest.version == 1:
+                        assert await behind.get(manifest, address) == blob
+                assert trainer.deltas.used == 3 * chunks
+            holder = first.store._source
+            assert holder is not None
+            for engine, used in ((second, chunks), (behind, 2 * chunks)):
+                assert await engine.get(published[2][0], network(first.address())) == published[2][1]
+                assert holder.deltas.used == used
+            assert holder.stats.parts == 2 * chunks
+            assert holder.stats.nbytes < published[2][0].total_nbytes / 5
+
+    asyncio.run(main())
+
+
+def test_an_engine_without_the_receiver_s_version_gives_on_whole_chunks() -> None:
+    async def main() -> None:
+        published = steps(2)
+        async with engines(2) as (holder, receiver):
+            with WeightSource(local=False) as trainer:
+                addresses = [trainer.publish(*made) for made in published]
+                await holder.get(published[1][0], addresses[1])
+                await receiver.get(published[0][0], addresses[0])
+            assert await receiver.get(published[1][0], network(holder.address())) == published[1][1]
+            assert holder.store._source is not None
+            assert holder.store._source.deltas.used == 0
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_holder_that_dies_while_it_gives_on_deltas_is_replaced_by_another(seed: int) -> None:
+    async def main() -> None:
+        published = steps(2)
+        async with engines(3) as (dying, other, receiver):
+            with WeightSource(local=False, deltas=1) as trainer:
+                for manifest, blob in published:
+                    address = trainer.publish(manifest, blob)
+                    trainer.deltas.wait()
+                    for engine in (dying, other) if manifest.version == 2 else (dying, other, receiver):
+                        await engine.get(manifest, address)
+            newest, blob = published[1]
+            lost_source, kept_source = dying.store._source, other.store._source
+            assert lost_source is not None
+            assert kept_source is not None
+            sent = sum(map(len, dying.store._relay._steps[newest.root].chunks.values()))
+            with Cut(network(dying.address()), random.Random(seed).randrange(sent)) as lost:
+                waiting = asyncio.create_task(receiver.get(newest, lost.address))
+                async with asyncio.timeout(20.0):
+                    while not lost.gone:
+                        await asyncio.sleep(0.005)  # polls a condition
+                assert not waiting.done(), "nothing is used before all of it is here"
+                receiver.store.offer(wire.UseWeights(2, b"", (network(other.address()),)))
+                assert await waiting == blob
+            assert kept_source.deltas.used == kept_source.stats.parts > 0, "and it, too, sends what changed"
+            assert lost_source.stats.nbytes + kept_source.stats.nbytes < newest.total_nbytes / 5
 
     asyncio.run(main())
 
