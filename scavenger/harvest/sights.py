@@ -118,6 +118,8 @@ def comment_of(uid: str, intent_id: str) -> str:
 
 def intent_in(job: Job, uid: str) -> tuple[str, bool]:
     """The intent that a job carries, and whether its comment proves that it is of ledger `uid`. ("", False) for others' jobs."""
+    if not job.comment.startswith("scavenger:") and not job.name.startswith("scv-"):
+        return "", False
     owner, _, intent = job.comment.removeprefix("scavenger:").partition(":")
     if job.comment.startswith("scavenger:") and _INTENT.fullmatch(intent):
         return (intent, True) if owner == uid else ("", False)
