@@ -327,7 +327,7 @@ class Tracker:
         draft.records.append(rec.Event("engine_died", one.intended.run_id, hold.node or one.intent_id, what, "{}", draft.now))
         if lived_s < SHORT_LIFE_S:
             self.health.failed_at_once(what, draft.now)
-        if hold.node:
+        if hold.node and job.exit_code != sights.REFUSED:
             self.health.died(hold.node, what, draft.now)
 
     def _end(self, draft: _Draft, one: Tracked) -> None:

@@ -29,7 +29,8 @@ from scavenger.weights.channel_rdma import RdmaChannel
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
 from scavenger.weights.opener import Opener
-from scavenger.weights.protocol import Answer, Holds, NoSuch, Reached
+from scavenger.weights.pace import NodePace
+from scavenger.weights.protocol import Answer, Holds, NoSuch, Part, Reached
 from scavenger.weights.transfer import Limits, Transfer, Verdict
 
 _log = structlog.get_logger(__name__)
@@ -54,11 +55,12 @@ class Pull:
         base: tuple[Manifest, Buffer] | None = None,
         buffer: Buffer | None = None,
         no_nixl: set[str] | None = None,
+        pace: NodePace | None = None,
     ) -> None:
         """`arrived` is told each verified chunk, from any thread. `seed`: this receiver's own order of chunks; None = random.
 
         `base`: verified weights that are here, which deltas may start from. `buffer`: memory of the version's size that nobody reads.
-        `no_nixl`: endpoints not to be read by NIXL; those with which it fails are added.
+        `no_nixl`: endpoints not to be read by NIXL; those with which it fails are added. `pace`: of what comes from other machines.
         """
         self.manifest = manifest
         self.buffer = buffer or Buffer(manifest.total_nbytes)
@@ -74,6 +76,7 @@ class Pull:
         self.transfer = Transfer(manifest, 0, self.limits, clock(), blob=self.buffer.view, seed=seed)
         self.context = SharedContext()
         self.no_nixl = no_nixl if no_nixl is not None else set()
+        self.pace = pace or NodePace()
         self._sources: list[wire.WeightSource] = []
         self._streams: list[_Stream] = []
         self._stuck: list[_Stream] = []  # of earlier tries
@@ -293,6 +296,8 @@ class _Stream(threading.Thread):
         answer = channel.answer(self._into, self._heard)
         if answer is not None:
             self._take(answer)
+            if isinstance(answer, Part) and not self._opener.near:
+                pull.pace.take(answer.nbytes, pull.ended)  # what comes meanwhile waits with its sender
             return
         with pull.lock:
             silent = self._transfer.stalled(index, pull.clock())

@@ -20,6 +20,7 @@ from scavenger.weights import rdma
 from scavenger.weights.directory import in_clear
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer, Pool
+from scavenger.weights.pace import NodePace
 from scavenger.weights.pull import Pull
 from scavenger.weights.source import WeightSource
 from scavenger.weights.transfer import Limits
@@ -49,7 +50,9 @@ class Store:
         limits: Limits | None = None,
         announce_s: float = ANNOUNCE_S,
         clock: Callable[[], float] = time.monotonic,
+        pace: NodePace | None = None,
     ) -> None:
+        """`pace`: how fast it may fetch; closed with the store."""
         self._keypair = keypair
         self._say = say
         self._address = address
@@ -62,6 +65,7 @@ class Store:
         self._served: dict[int, bytes] = {}  # version -> root
         self._pull: Pull | None = None  # under way, or unfinished
         self._pool = Pool(most=1)
+        self._pace = pace or NodePace()
         self._no_nixl: set[str] = set()  # endpoints with which it failed
         self._more: wire.UseWeights | None = None  # further holders that were named last
         self.verify_s = 0.0  # thread seconds that the last version's hashes took
@@ -84,8 +88,9 @@ class Store:
             work = self._pull = None  # what arrived of another version is of no use
             memory = self._pool.take(manifest.total_nbytes)
             work = self._pull = Pull(
-                manifest, self._keypair, limits=self._limits, clock=self._clock, base=newest, buffer=memory, no_nixl=self._no_nixl
-            )
+                manifest, self._keypair, limits=self._limits, clock=self._clock, base=newest, buffer=memory, no_nixl=self._no_nixl,
+                pace=self._pace,
+            )  # fmt: skip
         else:
             work.again(manifest)
         more = self._more.sources if self._more is not None and self._more.version == weights.version else ()
@@ -107,6 +112,7 @@ class Store:
             self._pull.offer(_allowed(weights.sources, weights.encrypt))
 
     def close(self) -> None:
+        self._pace.close()
         if self._source is not None:
             self._source.close()
             self._source = None
