@@ -1,6 +1,6 @@
 """Do others wait longer because we harvest? The same jobs of theirs on a private, real Slurm, with and without the daemon.
 
-    python -m benchmarks.harmless --trace earth_jobs_72h.csv.gz [--arms none,floor,daemon,peers] [--grace 0,10] [--hours 12]
+    python -m benchmarks.harmless --trace earth_jobs_72h.csv.gz [--arms none,floor,daemon,peers] [--grace 0,10] [--hours 12] [--preempt qos]
 
 Others' jobs are those of the trace that began in `--hours` from `--from-hour` on, thinned to the cluster's share of the trace's nodes (the
 same ones in each arm, by `--seed`), their GPUs scaled to its nodes, their starts and durations divided by `--compress`. Arms:
@@ -11,6 +11,12 @@ same ones in each arm, by `--seed`), their GPUs scaled to its nodes, their start
             not below 1 s, and its RPC budget is multiplied by it
     peers   the daemon, and every `--peer-every`-th job of others is in the harvest partition itself: Slurm never preempts us for it
     peers0  the same jobs in the same partitions, and nobody harvests
+    courtesy  the daemon, looking ahead for as long as GraceTime is, and no less than `--courtesy`; meant for `--grace 60`, where a job that
+            Slurm must preempt us for could wait for a minute (the goal: p99 grows by 5 s at most)
+    beside  no trace: a job of somebody else that works for CPU and disk, with and without an engine on its node (`harmless_neighbour`)
+
+`--preempt qos` has Slurm preempt by QOS (slurmdbd on a MariaDB of its own): others' QOS `normal` preempts ours, `scavenge`, which has the
+GraceTime. The arms are the same; a peer, in the harvest partition with QOS `normal`, may then preempt us as well.
 
 What is light in it: the ledger and the router are lists, demand is unbounded, and an engine is the shipped job script around a shell loop
 that leaves within 0.3 s of a TERM (exit 75, then `scontrol requeue`) or of being given back. GPUs are files that Slurm believes in.
@@ -40,6 +46,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks import harmless_neighbour
 from benchmarks.harmless_measure import Stay, Use, percentile, use
 from scavenger.cluster.layout import Layout, PartitionLayout
 from scavenger.cluster.model import JobSpec, JobState, PreemptMode
@@ -223,9 +230,22 @@ class Said:
         return [record for record in self.records if isinstance(record, kind)]
 
 
-def harvester(sandbox: SlurmSandbox, state: Path, said: Said, options: argparse.Namespace) -> tuple[Harvester, Counted]:
+def everything(options: argparse.Namespace) -> Demand:
+    return Demand(1, "bench", options.nodes * options.gpus, 1, "whatever is idle")
+
+
+def guest_qos(options: argparse.Namespace) -> str:
+    return "scavenge" if options.preempt == "qos" else ""
+
+
+def harvester(
+    sandbox: SlurmSandbox, state: Path, said: Said, options: argparse.Namespace, courtesy_s: float, demand: list[Demand],
+    script: str = ENGINE,
+) -> tuple[Harvester, Counted]:  # fmt: skip
+    """`script`: what an engine is, for bash; its argument is a path, and `PATH.drain` tells it to leave."""
+    (state / "workers").mkdir(parents=True)
     engine, template = state.parent / "engine.sh", state.parent / "job.j2"
-    engine.write_text(ENGINE)
+    engine.write_text(script)
     text, found = WORKER_LINE.subn(f"worker=(bash {engine} {{{{ key | quote }}}})", read_template(None))
     assert found == 1, "the shipped template has no line that begins with worker=("
     template.write_text(text)
@@ -238,12 +258,11 @@ def harvester(sandbox: SlurmSandbox, state: Path, said: Said, options: argparse.
         ),
         harvest=HarvestSection(
             max_engines=options.nodes * options.gpus, max_pending=options.pending, job_template=template, time_limit_s=4 * HOUR_S,
-            courtesy_window_s=options.courtesy, peer_yield_s=options.peer_yield, fresh_after_s=max(3.0, 30.0 / options.compress),
-            drain_before_s=1.0, cpus_per_engine=1,
+            courtesy_window_s=courtesy_s, peer_yield_s=options.peer_yield, fresh_after_s=max(3.0, 30.0 / options.compress),
+            drain_before_s=1.0, cpus_per_engine=1, qos=guest_qos(options),
         ),
     )  # fmt: skip
     cluster = Counted(sandbox.env)
-    demand = [Demand(1, "bench", options.nodes * options.gpus, 1, "whatever is idle")]
     made: list[Harvester] = []
 
     def leases() -> dict[str, tuple[int, float]]:
@@ -258,11 +277,11 @@ def harvester(sandbox: SlurmSandbox, state: Path, said: Said, options: argparse.
     return made[0], cluster
 
 
-async def floor(sandbox: SlurmSandbox, folder: Path, queued: int, stop: asyncio.Event) -> None:
+async def floor(sandbox: SlurmSandbox, folder: Path, queued: int, qos: str, stop: asyncio.Event) -> None:
     """Keep preemptible jobs in the queue that exit on TERM and do nothing else."""
     cluster = SlurmCluster(sandbox.env)
     (folder / "engine.sh").write_text(ENGINE)
-    spec = JobSpec("floor", "", "scavenge", FLOOR.format(folder=folder), gpus=1, time_s=4 * HOUR_S, workdir=str(folder))
+    spec = JobSpec("floor", "", "scavenge", FLOOR.format(folder=folder), gpus=1, time_s=4 * HOUR_S, workdir=str(folder), qos=qos)
     while not stop.is_set():
         jobs = await asyncio.to_thread(lambda: cluster.view().jobs)
         waiting = sum(job.state is JobState.PENDING and job.name == "floor" for job in jobs)
@@ -288,7 +307,7 @@ def floor_stays(folder: Path, ended: float) -> list[Stay]:
 def layout(options: argparse.Namespace, grace_s: float) -> Layout:
     names = tuple(f"node{n}" for n in range(options.nodes))
     return Layout(
-        nodes=names, gpus=options.gpus, kill_wait_s=5.0, message_timeout_s=5.0,
+        nodes=names, gpus=options.gpus, kill_wait_s=5.0, message_timeout_s=5.0, qos=options.preempt == "qos",
         partitions=(
             PartitionLayout(name="normal", nodes=names, priority_tier=10),
             PartitionLayout(name="scavenge", nodes=names, priority_tier=1, preempt_mode=PreemptMode.REQUEUE, grace_s=grace_s),
@@ -299,6 +318,17 @@ def layout(options: argparse.Namespace, grace_s: float) -> Layout:
 def run(arm: str, grace_s: float, plan: Sequence[Arrival], options: argparse.Namespace) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="harmless-") as folder, SlurmSandbox(layout(options, grace_s)) as sandbox:
         return asyncio.run(_run(arm, grace_s, plan, options, sandbox, Path(folder)))
+
+
+def beside(options: argparse.Namespace) -> list[str]:
+    """The slowdown of a neighbour, on one node."""
+    one = argparse.Namespace(**{**vars(options), "nodes": 1})
+    with tempfile.TemporaryDirectory(prefix="harmless-") as name, SlurmSandbox(layout(one, 0.0)) as sandbox:
+        folder = Path(name)
+        said, demand = Said(folder / "state"), [Demand(1, "bench", 1, 1, "one engine")]
+        script = harmless_neighbour.engine_script(folder, options.copies)
+        made, _ = harvester(sandbox, folder / "state", said, one, options.courtesy, demand, script)
+        return asyncio.run(harmless_neighbour.play(sandbox.env, folder, made, demand, said.of, options))
 
 
 async def _run(
@@ -316,10 +346,10 @@ async def _run(
     began = time.time()
     task: asyncio.Task[None] | None = None
     if arm == "floor":
-        task = asyncio.create_task(floor(sandbox, folder, options.queued, stop))
-    elif arm in ("daemon", "peers"):
-        (folder / "state" / "workers").mkdir(parents=True)
-        made, cluster = harvester(sandbox, folder / "state", said, options)
+        task = asyncio.create_task(floor(sandbox, folder, options.queued, guest_qos(options), stop))
+    elif arm in ("daemon", "peers", "courtesy"):
+        ahead_s = max(options.courtesy, grace_s) if arm == "courtesy" else options.courtesy
+        made, cluster = harvester(sandbox, folder / "state", said, options, ahead_s, [everything(options)])
         asked = cluster.asked
         task = asyncio.create_task(made.run(stop))
     await others.play(began, window_s)
@@ -399,9 +429,10 @@ def _later(delays: Mapping[int, float], before: Mapping[int, float]) -> list[flo
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--trace", type=Path, required=True, help="earth_jobs_72h.csv.gz")
+    parser.add_argument("--trace", type=Path, help="earth_jobs_72h.csv.gz; every arm but `beside` needs it")
     parser.add_argument("--arms", default="none,floor,daemon,peers0,peers")
     parser.add_argument("--grace", default="0,10", help="GraceTimes of the harvest partition, s")
+    parser.add_argument("--preempt", choices=("partition", "qos"), default="partition", help="PreemptType of the private Slurm")
     parser.add_argument("--from-hour", type=float, default=9.0)
     parser.add_argument("--hours", type=float, default=12.0)
     parser.add_argument("--compress", type=float, default=120.0)
@@ -413,9 +444,19 @@ def main() -> int:
     parser.add_argument("--peer-every", type=int, default=3)
     parser.add_argument("--pending", type=int, default=32, help="max_pending")
     parser.add_argument("--queued", type=int, default=8, help="jobs of the floor in the queue")
+    parser.add_argument("--turns", type=int, default=6, help="of `beside`: as often an engine comes and goes")
+    parser.add_argument("--turn-s", type=float, default=20.0, help="how long it is there, and away")
+    parser.add_argument("--copies", type=float, default=100.0, help="MB a second that the engine beside copies")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, default=None, help="write the figures there too")
     options = parser.parse_args()
+    if "beside" in options.arms.split(","):
+        print("\n".join(beside(options)), flush=True)
+    options.arms = ",".join(arm for arm in options.arms.split(",") if arm != "beside")
+    if not options.arms:
+        return 0
+    if options.trace is None:
+        parser.error("--trace is needed")
     plan = arrivals(options.trace, options)
     new = [one for one in plan if not one.warm]
     print(f"{len(plan) - len(new)} jobs run, {len(new)} arrive in {options.hours * 60 / options.compress:.1f} min", flush=True)

@@ -41,6 +41,8 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--run", required=True, help="name of the run")
     parser.add_argument("--engine", default="reference", help="engine to import ahead of the daemon's answer")
     parser.add_argument("--slot", help="which reserved engine of its training job this is (default: SCAVENGER_SLOT)")
+    parser.add_argument("--code", default="", help="the release that this job was submitted for: any other refuses (default: none does)")
+    parser.add_argument("--pull-mb-per-s", type=float, default=0.0, help="what this user's engines on a node may fetch together; 0: any")
     arguments = parser.parse_args(argv)
     if arguments.slot and arguments.kind != "reserved":
         parser.error("--slot is for reserved engines: a harvested one is known by its job")
@@ -94,15 +96,27 @@ def _run(options: Options) -> Leave:
     return loop.run_until_complete(Worker(options).run())
 
 
+def check_code(wanted: str) -> None:
+    """Raises `ConfigError` when another release than the job was submitted for stands where its Python looks: a run is not to be generated
+    by two of them unseen, whatever was installed while the job waited."""
+    if wanted and wanted != __version__:
+        raise ConfigError(
+            f"this job was submitted for release {wanted}, and {sys.executable} has release {__version__}",
+            "restart the daemon after an upgrade; harvest.python names the Python of one release. The daemon submits a fresh job",
+        )
+
+
 def main(argv: Sequence[str], environment: Mapping[str, str]) -> int:
     """Run one worker; returns its exit code."""
     arguments = _arguments(argv)
     _configure_log()
     try:
+        check_code(arguments.code)
         options = Options(
             state_dir=arguments.state_dir,
             keypair=read_keypair(arguments.key),
             identity=identity(arguments, environment),
+            pull_nbytes_per_s=arguments.pull_mb_per_s * 1e6,
             started_at=STARTED_AT,
         )
         leave = _run(options)

@@ -58,6 +58,7 @@ from scavenger.keys import KeyPair
 from scavenger.weights import manifest as manifests
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
+from scavenger.weights.pace import NodePace
 from scavenger.weights.store import Store
 
 _log = structlog.get_logger(__name__)
@@ -73,6 +74,7 @@ class Options:
     identity: Identity
     limits: Limits = field(default_factory=Limits)
     pull_s: float = 120.0
+    pull_nbytes_per_s: float = 0.0  # of all engines of this user on this node together; 0 = no bound
     started_at: float = 0.0  # monotonic seconds at which the process began, for the cold-start figures
 
 
@@ -104,7 +106,7 @@ class Worker:
         self._commands: asyncio.Queue[Action | _Pulled] = asyncio.Queue()
         self._session = Session(options.identity, options.limits, clock())
         self._link = Link(options.state_dir, options.keypair, self._inbox.put_nowait)
-        self._store = Store(options.keypair, self._serves, self._near_daemon, clock=clock)
+        self._store = Store(options.keypair, self._serves, self._near_daemon, clock=clock, pace=NodePace(options.pull_nbytes_per_s))
         self._may_generate = asyncio.Event()
         self._engine: Engine | None = None
         self._connecting: asyncio.Task[None] | None = None

@@ -42,6 +42,7 @@ LIVE = frozenset({
     "harvest.nice",
     "harvest.peer_yield_s",
     "harvest.placement",
+    "harvest.pull_mb_per_s",
     "harvest.python",
     "harvest.qos",
     "harvest.schedule",

@@ -11,13 +11,16 @@ Knows nothing of processes, clocks or environment variables. Times are asked for
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
+from operator import attrgetter
 
 from scavenger.cluster.hostlist import expand
 from scavenger.cluster.model import ClusterInfo, Job, JobSpec, Node, Partition
 from scavenger.cluster.slurm_text import (
     NOTHING,
+    REMEMBERED,
     Asked,
     count_gpus,
     gpu_type,
@@ -38,6 +41,9 @@ _JOB_FIELDS = (
     "SubmitTime", "EligibleTime", "StartTime", "EndTime", "TimeLimit", "exit_code", "tres-alloc", "tres-per-job",
     "tres-per-node", "tres-per-socket", "tres-per-task", "NodeList", "Reason", "Name", "Comment",
 )
+_NODE_KEYS = ("NodeName", "CPUAlloc", "CPUTot", "Gres", "RealMemory", "AllocMem", "State", "CfgTRES", "AllocTRES")
+_NUMBER = re.compile(r"-?\d+")
+_SPACE = re.compile(r"\s")
 
 
 # ---- argv -----------------------------------------------------------------------------------------------------------
@@ -153,49 +159,42 @@ def parse_jobs(stdout: str, mark: str) -> tuple[Job, ...]:
     if tail not in ("", "\n") or len(fields) % count:
         raise ClusterUnavailable(f"squeue's answer is truncated: {len(fields)} fields, {count} to a job")
     jobs = [_job(fields[start:start + count]) for start in range(0, len(fields), count)]
-    return tuple(sorted(jobs, key=lambda job: job.job_id))
+    return tuple(sorted(jobs, key=attrgetter("job_id")))
 
 
 def _job(values: Sequence[str]) -> Job:
-    row = dict(zip(_JOB_FIELDS, values, strict=True))
-    text = row["JobID"].removeprefix("\n")  # each record but the first begins with the last one's newline
-    job_id = _integer("squeue JobID", text)
-    what = f"squeue job {job_id}"
-    state, flags = parse_state(row["State"])
-    n_nodes = _integer(f"{what} NumNodes", row["NumNodes"].split("-")[0])
-    nodes = tuple(expand(row["NodeList"])) if row["NodeList"] not in NOTHING else ()
-    gpus = job_gpus(_asked(row), n_nodes, _integer(f"{what} NumTasks", row["NumTasks"]))
+    """One record of `_JOB_FIELDS`. A site has tens of thousands at each look: no dict, and no words for errors that do not happen."""
+    (number, user, partition, state_text, restarts, some_nodes, some_cpus, tasks, priority, submitted, eligible, started, ended,
+     limit, status, allocated, per_job, per_node, per_socket, per_task, nodelist, reason, name, comment) = values
+    job_id = _integer("squeue JobID", number.removeprefix("\n"))  # each record but the first begins with the last one's newline
+    state, flags = parse_state(state_text)
+    n_nodes = _of_job(job_id, "NumNodes", some_nodes.partition("-")[0])
+    nodes = () if nodelist in NOTHING else tuple(expand(nodelist))
+    gpus = job_gpus(Asked(allocated, per_job, per_node, per_task, per_socket), n_nodes, _of_job(job_id, "NumTasks", tasks))
     return Job(
-        job_id=job_id, user=row["UserName"], partition=row["Partition"], state=state, flags=flags,
-        reason=text_or_empty(row["Reason"]), name=row["Name"],
-        comment="" if row["Comment"] == "(null)" else row["Comment"], nodes=nodes, gpus=gpus,
-        gpus_by_node=spread(gpus, nodes), n_nodes=n_nodes,
-        cpus=_integer(f"{what} NumCPUs", row["NumCPUs"].split("-")[0]),
-        priority=_integer(f"{what} Priority", row["PriorityLong"]),
-        restart_count=_integer(f"{what} RestartCnt", row["RestartCnt"]),
-        submit_time=_time(row["SubmitTime"]), eligible_time=_time(row["EligibleTime"]),
-        start_time=_time(row["StartTime"]), end_time=_time(row["EndTime"]),
-        time_limit_s=parse_duration(row["TimeLimit"]), exit_code=_exit_code(row["exit_code"]))
+        job_id=job_id, user=user, partition=partition, state=state, flags=flags, reason=text_or_empty(reason), name=name,
+        comment="" if comment == "(null)" else comment, nodes=nodes, gpus=gpus, gpus_by_node=spread(gpus, nodes), n_nodes=n_nodes,
+        cpus=_of_job(job_id, "NumCPUs", some_cpus.partition("-")[0]), priority=_of_job(job_id, "Priority", priority),
+        restart_count=_of_job(job_id, "RestartCnt", restarts), submit_time=_time(submitted), eligible_time=_time(eligible),
+        start_time=_time(started), end_time=_time(ended), time_limit_s=parse_duration(limit), exit_code=_exit_code(status))
 
 
-def _asked(row: Mapping[str, str]) -> Asked:
-    return Asked(row["tres-alloc"], row["tres-per-job"], row["tres-per-node"], row["tres-per-task"], row["tres-per-socket"])
+def _of_job(job_id: int, field: str, text: str) -> int:
+    return int(text) if text.isdecimal() else _integer(f"squeue job {job_id} {field}", text)
 
 
 def parse_nodes(stdout: str) -> tuple[Node, ...]:
     """Nodes from `nodes_argv`, sorted by name."""
-    return tuple(sorted((_node(line) for line in _lines("scontrol show node", stdout)), key=lambda node: node.name))
+    return tuple(sorted((_node(line) for line in _lines("scontrol show node", stdout)), key=attrgetter("name")))
 
 
 def _node(line: str) -> Node:
-    keys = ("NodeName", "CPUAlloc", "CPUTot", "Gres", "RealMemory", "AllocMem", "State", "CfgTRES", "AllocTRES")
-    row = _pairs(line, keys)
+    row = _pairs(line, _NODE_KEYS, ("GresUsed", "Partitions"))
     what = f"node {row['NodeName']}"
-    optional = _pairs(line, (), ("GresUsed", "Partitions"))
-    used = optional.get("GresUsed")
+    used = row.get("GresUsed")
     # without -d's GresUsed (other versions) the count is known only where the site tracks gres/gpu
     allocated = count_gpus(used) if used is not None else parse_tres(row["AllocTRES"]).get("gres/gpu", 0)
-    parts = optional.get("Partitions", "")
+    parts = row.get("Partitions", "")
     return Node(
         name=row["NodeName"], states=parse_node_states(row["State"]),
         partitions=frozenset(parts.split(",")) - {""}, gpu_type=gpu_type(row["Gres"]), gpus=count_gpus(row["Gres"]),
@@ -241,7 +240,7 @@ def parse_info(stdout: str, *, user: str, backend: str = "slurm") -> ClusterInfo
 
 def _integer(what: str, text: str) -> int:
     value = text.strip()
-    if not re.fullmatch(r"-?\d+", value):
+    if not value.isdecimal() and not _NUMBER.fullmatch(value):
         raise ClusterUnavailable(f"{what} is not a number: {text[:100]!r}")
     return int(value)
 
@@ -255,9 +254,12 @@ def _seconds(text: str) -> float:
 
 def _time(text: str) -> float:
     """Unix seconds; 0 when Slurm has none ('N/A', 'Unknown')."""
+    if text.isdecimal():
+        return float(text)
     return 0.0 if text in NOTHING else float(_integer("a time", text))
 
 
+@lru_cache(REMEMBERED)
 def _exit_code(text: str) -> int:
     """The shell's view (128 + signal) of the wait status that squeue prints."""
     status = 0 if text in NOTHING else _integer("exit_code", text)
@@ -274,9 +276,10 @@ def _lines(what: str, stdout: str) -> list[str]:
 def _pairs(line: str, required: Sequence[str], optional: Sequence[str] = ()) -> dict[str, str]:
     """The first value of each key in a one-line record. Free text (OS, Reason, Comment) comes after or is not asked for."""
     found: dict[str, str] = {}
-    for key, value in re.findall(r"(?:^| )([A-Za-z/]+)=(\S*)", line):
-        if (key in required or key in optional) and key not in found:
-            found[key] = value
+    for pair in line.split(" "):
+        key, equals, value = pair.partition("=")
+        if equals and (key in required or key in optional) and key not in found:
+            found[key] = _SPACE.split(value, 1)[0]
     missing = [key for key in required if key not in found]
     if missing:
         raise ClusterUnavailable(f"a record has no {', '.join(missing)}: {line[:120]!r}")

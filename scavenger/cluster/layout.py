@@ -46,6 +46,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     message_timeout_s: Annotated[float, msgspec.Meta(ge=2)] = 3.0
     requeue_delay_s: Seconds = 6.0
     cluster_name: Name = "sandbox"
+    qos: bool = False  # Slurm (not the local backend) preempts by QOS: `normal` preempts `scavenge`; takes slurmdbd and MariaDB
 
     def check(self) -> Layout:
         """Return self, or raise `ConfigError` naming the partition that cannot be."""

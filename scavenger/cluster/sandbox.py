@@ -29,7 +29,7 @@ from typing import IO, Self
 
 import msgspec
 
-from scavenger.cluster import procs
+from scavenger.cluster import procs, sandbox_accounting
 from scavenger.cluster.layout import Layout, decode_layout, demo_layout, encode_layout
 from scavenger.cluster.ports import free_ports, listens
 from scavenger.cluster.sandbox_conf import Site, gres_conf, slurm_conf
@@ -218,10 +218,10 @@ class _Daemons:
     def __init__(self, layout: Layout, base: Path) -> None:
         self.layout, self.dir = layout, base
         self.children: dict[str, subprocess.Popen[bytes]] = {}
-        port = free_ports(len(layout.nodes) + 1)
+        port = free_ports(len(layout.nodes) + 3)
         plugins = next(path for path in _PLUGINS if os.path.isdir(path))
         user = pwd.getpwuid(os.getuid()).pw_name
-        self.site = Site(str(base), socket.gethostname().split(".")[0], user, plugins, port)
+        self.site = Site(str(base), socket.gethostname().split(".")[0], user, plugins, port, port + len(layout.nodes) + 1)
         self.conf = base / "etc/slurm.conf"
         self.env = {**slurm_environment(os.environ), "SLURM_CONF": str(self.conf), "PATH": _search_path()}
 
@@ -257,6 +257,8 @@ class _Daemons:
                    f"--socket={run}/munge.socket", f"--pid-file={run}/munged.pid",
                    f"--log-file={self.dir}/log/munged.log", f"--seed-file={munge}/munge.seed")
         self.wait_for("munged's socket", deadline, lambda: (run / "munge.socket").exists())
+        if self.layout.qos:
+            sandbox_accounting.start(self, deadline)
         self.spawn("slurmctld", "slurmctld", "-D", "-c", "-f", str(self.conf))  # -c: without the state of an earlier life
         # a slurmd that finds no controller sleeps for a whole second
         self.wait_for("slurmctld's port", deadline, lambda: listens(self.site.port))
@@ -298,7 +300,7 @@ class _Daemons:
             procs.kill_trees(left)
             procs.reap(own)
             time.sleep(0.01)
-        self._end(["munged"], signal.SIGTERM)
+        self._end([*sandbox_accounting.DAEMONS, "munged"], signal.SIGTERM)
 
     def _end(self, names: list[str], sig: signal.Signals) -> None:
         alive = [child for name, child in self.children.items() if name in names and child.poll() is None]

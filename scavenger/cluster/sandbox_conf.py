@@ -12,13 +12,15 @@ from scavenger.cluster.layout import Layout, PartitionLayout
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where a sandbox lives: its folder, host name, user, plugin folder and first of `1 + nodes` consecutive ports."""
+    """Where a sandbox lives: its folder, host name, user, plugin folder and first of `1 + nodes` consecutive ports; with accounting
+    slurmdbd's port, and the next one is the database's."""
 
     dir: str
     host: str
     user: str
     plugins: str
     port: int
+    dbd_port: int = 0
 
 
 def cred_expire_s(layout: Layout) -> int:
@@ -53,7 +55,7 @@ MailProg=/bin/true
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
+{accounting}
 SwitchType=switch/none
 MpiDefault=none
 SelectType=select/cons_tres
@@ -68,19 +70,27 @@ MinJobAge=300
 SlurmctldTimeout=30
 SlurmdTimeout=60
 InactiveLimit=0
-PreemptType=preempt/partition_prio
+PreemptType=preempt/{preempt}
 PreemptMode=REQUEUE
 SchedulerType=sched/backfill
 SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0,bf_interval=1
 PriorityType=priority/basic
 """
+_ACCOUNTING = """\
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost=127.0.0.1
+AccountingStoragePort={site.dbd_port}
+AccountingStoragePass={site.dir}/run/munge.socket
+AccountingStorageTRES=gres/gpu
+AccountingStorageEnforce=associations,qos"""
 
 
 def slurm_conf(layout: Layout, site: Site) -> str:
     """`slurm.conf` for this layout. Grace and waits are whole seconds in Slurm: fractions are rounded up."""
     head = _GLOBAL.format(
         layout=layout, site=site, cred_expire=cred_expire_s(layout), kill_wait=_ceil(layout.kill_wait_s),
-        message_timeout=_ceil(layout.message_timeout_s))
+        message_timeout=_ceil(layout.message_timeout_s), preempt="qos" if layout.qos else "partition_prio",
+        accounting=_ACCOUNTING.format(site=site) if layout.qos else "AccountingStorageType=accounting_storage/none")
     sockets, cores = (2, layout.cpus // 2) if layout.cpus % 2 == 0 else (1, layout.cpus)
     gres = f" Gres=gpu:{layout.gpu_type}:{layout.gpus}" if layout.gpus else ""
     nodes = [
@@ -91,6 +101,11 @@ def slurm_conf(layout: Layout, site: Site) -> str:
     ]
     parts = [_partition(part, default=part.name == layout.partitions[0].name) for part in layout.partitions]
     return head + "\n".join(nodes + parts) + "\n"
+
+
+def grace_of(layout: Layout) -> int:
+    """GraceTime of the QOS that is preempted: where QOS preempt, that of the partitions says nothing."""
+    return max((_ceil(part.grace_s) for part in layout.partitions), default=0)
 
 
 def gres_conf(layout: Layout, site: Site) -> str:

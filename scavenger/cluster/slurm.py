@@ -110,7 +110,8 @@ class SlurmCluster:
     def jobs(self) -> tuple[Job, ...]:
         if self._output == "json":
             return slurm_json.parse_jobs(self._ask(slurm_json.jobs_argv(), rpc.JOBS_JSON))
-        mark = "x" + secrets.token_hex(12)  # a leading digit would be read as a width
+        # 64 random bits: nobody guesses them, and the answer holds 24 marks a job; a leading digit would be read as a width
+        mark = "x" + secrets.token_hex(8)
         return commands.parse_jobs(self._ask(commands.squeue_argv(mark), rpc.JOBS), mark)
 
     def _ask_partitions(self) -> tuple[Partition, ...]:

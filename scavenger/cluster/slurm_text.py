@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 from scavenger.cluster.model import JobFlag, JobState, PreemptMode
 from scavenger.errors import ClusterUnavailable
@@ -32,11 +33,14 @@ _STATES = {state.value: state for state in JobState}
 _FLAGS = {flag.value: flag for flag in JobFlag}
 NOTHING = frozenset({"", "(null)", "N/A", "n/a", "None", "NONE", "NOT_SET", "Unknown", "INVALID"})
 _MAX_TASKS = 1_000_000
+#: Texts of a kind that are read once and then known: a queue of 10,000 jobs has few states, shapes and limits, at each look the same.
+REMEMBERED = 4096
 _UNLIMITED = frozenset({"UNLIMITED", "INFINITE"})
 
 
 # ---- states -------------------------------------------------------------------------------------------------------
 
+@lru_cache(REMEMBERED)
 def parse_state(text: str) -> tuple[JobState, frozenset[JobFlag]]:
     """A state as `squeue` prints it: a base state, or a flag in its place, or both ('RUNNING,COMPLETING')."""
     base: JobState | None = None
@@ -57,6 +61,7 @@ _NODE_MARKS = {"*": "not_responding", "~": "powered_down", "#": "powering_up", "
                "$": "maint", "@": "reboot", "^": "reboot", "-": "planned"}
 
 
+@lru_cache(REMEMBERED)
 def parse_node_states(text: str) -> frozenset[str]:
     """'IDLE+DRAIN', 'DOWN*', 'MIXED+NOT_RESPONDING' as lower-case words, the trailing marks spelled out."""
     words = set()
@@ -80,8 +85,7 @@ def parse_preempt_mode(text: str) -> PreemptMode:
 
 # ---- resources ----------------------------------------------------------------------------------------------------
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(NamedTuple):
     """A job's resources in Slurm's words; each may be empty or 'N/A'."""
 
     allocated: str
@@ -91,6 +95,7 @@ class Asked:
     per_socket: str
 
 
+@lru_cache(REMEMBERED)
 def job_gpus(asked: Asked, n_nodes: int, n_tasks: int) -> int:
     """GPUs over all nodes. The allocation says it only where the site tracks gres/gpu; else what was asked for does."""
     allocated = parse_tres(asked.allocated)
@@ -114,6 +119,7 @@ def text_or_empty(text: str) -> str:
 
 # ---- numbers --------------------------------------------------------------------------------------------------------
 
+@lru_cache(REMEMBERED)
 def parse_duration(text: str) -> float:
     """Seconds from 'M', 'M:S', 'H:M:S', 'D-H', 'D-H:M', 'D-H:M:S'; infinite when unlimited, 0 when not set."""
     if text in _UNLIMITED:
@@ -137,11 +143,13 @@ def parse_tres(text: str) -> dict[str, int]:
     return {key: int(value) for key, _, value in pairs if value.isdigit() and ":" not in key}
 
 
+@lru_cache(REMEMBERED)
 def count_gpus(text: str) -> int:
     """GPUs in a Gres text: 'gpu:h100:4(S:0-1)', 'gres:gpu:2', 'gres/gpu:h100=1', 'gpu', several joined by commas."""
     return sum(count for _, count in _gpu_items(text))
 
 
+@lru_cache(REMEMBERED)
 def gpu_type(text: str) -> str:
     """The first GPU's type in a Gres text, or ''."""
     return next((kind for kind, _ in _gpu_items(text)), "")

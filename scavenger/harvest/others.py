@@ -32,8 +32,15 @@ OWN_LIMIT = ("Assoc", "QOS", "MaxGRES", "MaxCpu", "MaxJobs", "MaxMem", "MaxNode"
 #: Slurm counts seconds, and may begin a job a moment before it says so.
 _SLACK_S = 5.0
 _GUEST = re.compile(r"scv-[0-9a-f]{16}")
-#: When (0 = now), less its tier, less its priority, its id, the job: in the order in which we care.
-_Entry = tuple[float, int, int, int, Job]
+#: When (0 = now) and less its tier: in the order in which we care. Of equals the higher priority comes first, then the lower id.
+_Rank = tuple[float, int]
+#: Enum members as globals: the loops over a whole queue ask for them a hundred thousand times.
+_PENDING, _RUNNING = JobState.PENDING, JobState.RUNNING
+#: Less its tier, may begin later, could start: of all jobs of one kind.
+_Verdict = tuple[int, bool, bool]
+_NEW: _Verdict = (0, False, False)  # a kind that was not judged yet: compared by identity
+#: More than any job id needs (Slurm's have 32): a job's order within its rank is its priority's and its id's bits.
+_ID_BITS = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,20 +60,32 @@ class Wait:
 
 
 class Waits:
-    """Waits in order, each made when it is asked for: most of a long queue is never looked at."""
+    """Jobs by rank, by order within it, as Waits in order, each made when it is asked for: most of a long queue is never looked at.
 
-    def __init__(self, entries: list[_Entry]) -> None:
-        heapq.heapify(entries)
-        self._entries = entries
+    The order within a rank is one integer a job: tens of thousands of tuples would be as many things for Python's collector.
+    """
+
+    def __init__(self, ranks: Mapping[_Rank, dict[int, Job]]) -> None:
+        self._ranks = [(*rank, ranks[rank]) for rank in sorted(ranks, reverse=True)]
+        self._heap: list[int] = []
         self._made: list[Wait] = []
 
     def __iter__(self) -> Iterator[Wait]:
         at = 0
-        while at < len(self._made) or self._entries:
+        while at < len(self._made) or self._ranks:
             if at == len(self._made):
-                self._made.append(_made(heapq.heappop(self._entries)))
+                self._make()
             yield self._made[at]
             at += 1
+
+    def _make(self) -> None:
+        needs_at, _, jobs = self._ranks[-1]
+        if not self._heap:
+            self._heap = list(jobs)
+            heapq.heapify(self._heap)
+        self._made.append(_made(jobs[heapq.heappop(self._heap)], needs_at))
+        if not self._heap:
+            self._ranks.pop()
 
 
 @dataclass(slots=True)
@@ -86,7 +105,7 @@ class Census:
     held: dict[str, Space] = field(default_factory=dict)
     freed: dict[str, Space] = field(default_factory=dict)
     user_gpus: int = 0  # of the limits' user in the partition, ours included
-    waits: Waits = field(default_factory=lambda: Waits([]))
+    waits: Waits = field(default_factory=lambda: Waits({}))
 
 
 class Ground:
@@ -97,15 +116,15 @@ class Ground:
         self._parts = {part.name: part for part in view.partitions}
         self.free: dict[str, Space] = {}
         self.could: dict[str, Space] = {}
+        named = frozenset[str]().union(*held)
         for node in view.nodes:
-            if not node.usable:
+            if (node.gpus <= node.gpus_allocated and node.name not in named) or not node.usable:
                 continue
-            free = space_of(node)
-            more = [spaces[node.name] for spaces in held if node.name in spaces]
-            if free.gpus or more:
-                self.free[node.name] = free
+            self.free[node.name] = self.could[node.name] = free = space_of(node)
+            if node.name in named:
+                more = [spaces[node.name] for spaces in held if node.name in spaces]
                 gpus, cpus = sum(space.gpus for space in more), sum(space.cpus for space in more)
-                self.could[node.name] = Space(free.gpus + gpus, free.cpus + cpus, free.memory_mb) if more else free
+                self.could[node.name] = Space(free.gpus + gpus, free.cpus + cpus, free.memory_mb)
         self._reach: dict[str, tuple[frozenset[str], int]] = {}
         self._starts: dict[tuple[str, int, int], int] = {}
 
@@ -136,21 +155,24 @@ def census(view: ClusterView, our_job_ids: frozenset[int], limits: Limits, now: 
     """Read the queue once. Others' jobs that need GPUs within `horizon_s` or `courtesy_window_s` are waits."""
     found = Census()
     pending: list[Job] = []
+    user, partition = limits.user, limits.partition
     for job in view.jobs:
         mine = job.job_id in our_job_ids
         if mine:
             found.ours[job.job_id] = job
-        if job.state is JobState.PENDING and (not job.flags or job.waits):
+        if job.state is _PENDING and (not job.flags or job.waits):
             if not mine:
                 pending.append(job)
+        elif job.state is _RUNNING and not (mine or job.flags):
+            pass  # most of a queue: it keeps what it has
         elif not job.holds_gpus:
             continue
         elif mine or job.flags:
             _hold(found, job, mine)
-        if mine or (job.user == limits.user and job.partition == limits.partition):
+        if mine or (job.user == user and job.partition == partition):
             found.user_gpus += job.gpus
     ground = Ground(view, found.held, found.freed)
-    found.waits = Waits(_entries(pending, ground, limits, now))
+    found.waits = Waits(_ranks(pending, ground, limits, now))
     return found, ground
 
 
@@ -176,17 +198,17 @@ def gpus_by_node(job: Job) -> Sequence[tuple[str, int]]:
     return [(node, -(-job.gpus // len(job.nodes))) for node in job.nodes]
 
 
-def _entries(pending: Iterable[Job], ground: Ground, limits: Limits, now: float) -> list[_Entry]:
+def _ranks(pending: Iterable[Job], ground: Ground, limits: Limits, now: float) -> dict[_Rank, dict[int, Job]]:
     """What is needed now first, by tier and priority; then what is expected, in its order. Only jobs that reach our partition's nodes."""
     ours, _ = ground.reach(limits.partition)
     until, planned_until = now + max(limits.horizon_s, limits.courtesy_window_s), now + limits.courtesy_window_s
-    kinds: dict[tuple[str, str, int, int, int], tuple[int, bool, bool] | None] = {}
-    found: list[_Entry] = []
+    kinds: dict[tuple[str, str, int, int, int], _Verdict | None] = {}
+    ranks: dict[_Rank, dict[int, Job]] = {}
     for job in pending:
         kind = (job.partition, job.reason, job.n_nodes, job.gpus, job.cpus)
-        if kind not in kinds:
-            kinds[kind] = _kind(*kind, ground, ours)
-        verdict = kinds[kind]
+        verdict = kinds.get(kind, _NEW)
+        if verdict is _NEW:
+            verdict = kinds[kind] = _kind(*kind, ground, ours)
         if verdict is None:
             continue
         less_tier, begins_later, could = verdict
@@ -197,13 +219,16 @@ def _entries(pending: Iterable[Job], ground: Ground, limits: Limits, now: float)
             needs_at = job.start_time  # the backfill plan: others end by then
             if not now < needs_at <= planned_until:
                 continue
-        found.append((needs_at, less_tier, -job.priority, job.job_id, job))
-    return found
+        rank = ranks.get((needs_at, less_tier))
+        if rank is None:
+            rank = ranks[needs_at, less_tier] = {}
+        rank[job.job_id - (job.priority << _ID_BITS)] = job
+    return ranks
 
 
 def _kind(
     partition: str, reason: str, n_nodes: int, gpus: int, cpus: int, ground: Ground, ours: frozenset[str]
-) -> tuple[int, bool, bool] | None:
+) -> _Verdict | None:
     """(less its tier, may begin later, could start) of jobs of one kind; None of those that more of our partition's GPUs do not help."""
     nodes, tier = ground.reach(partition)
     if gpus <= 0 or ours.isdisjoint(nodes) or reason.startswith(NOT_FOR_GPUS):
@@ -211,12 +236,11 @@ def _kind(
     return -tier, reason.startswith("BeginTime"), ground.could_start(partition, max(1, n_nodes), gpus, cpus)
 
 
-def _made(entry: _Entry) -> Wait:
-    job = entry[4]
+def _made(job: Job, needs_at: float) -> Wait:
     nodes = max(1, job.n_nodes)
     return Wait(
         job.job_id, job.user, job.partition, job.gpus, nodes, -(-job.gpus // nodes), -(-job.cpus // nodes),
-        max(job.eligible_time, job.submit_time), entry[0], _GUEST.fullmatch(job.name) is not None,
+        max(job.eligible_time, job.submit_time), needs_at, _GUEST.fullmatch(job.name) is not None,
     )  # fmt: skip
 
 

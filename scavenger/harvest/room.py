@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from scavenger.cluster.model import ClusterView, Job, Node, Partition
 from scavenger.harvest.actions import Limits, OurJob
@@ -165,8 +166,8 @@ def room_of(view: ClusterView, counted: Census, ground: Ground, limits: Limits, 
     inside = part.nodes if part is not None else frozenset[str]()
     nodes = {
         node.name: node
-        for node in sorted(view.nodes, key=lambda node: node.name)
-        if node.name in inside and node.name in ground.free and (not limits.gpu_type or node.gpu_type == limits.gpu_type)
+        for node in sorted((node for node in view.nodes if node.name in ground.free), key=attrgetter("name"))
+        if node.name in inside and (not limits.gpu_type or node.gpu_type == limits.gpu_type)
     }
     spaces = {name: space_of(node) for name, node in nodes.items()}
     idle = sum(space.gpus for space in spaces.values())
@@ -228,14 +229,17 @@ def _full(held: dict[str, int], nodes: Iterable[str], limits: Limits) -> tuple[s
 
 def waiting_jobs(view: ClusterView, our_job_ids: frozenset[int], eligible_before: float) -> list[Job]:
     """Others' pending jobs that would take GPUs if they had them."""
+    reasons = {job.reason for job in view.jobs}  # few, and each is looked at once
+    helped = {reason for reason in reasons if not reason.startswith(NOT_FOR_GPUS)}
+    later = {reason for reason in reasons if reason.startswith("BeginTime")}
     return [
         job
         for job in view.jobs
-        if job.waits
-        and job.job_id not in our_job_ids
+        if job.reason in helped
         and job.gpus > 0
-        and not (job.reason.startswith("BeginTime") and job.eligible_time > eligible_before)
-        and not job.reason.startswith(NOT_FOR_GPUS)
+        and job.waits
+        and job.job_id not in our_job_ids
+        and not (job.reason in later and job.eligible_time > eligible_before)
     ]
 
 

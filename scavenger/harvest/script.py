@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Literal
 
-from scavenger import jobscript, keys, resources
+from scavenger import __version__, jobscript, keys, resources
 from scavenger.cluster.model import JobSpec
 from scavenger.config import DaemonConfig
 from scavenger.errors import ConfigError
@@ -63,6 +63,8 @@ def job_spec(config: DaemonConfig, template: str, backend: str, uid: str, intent
         local_dir=str(local_dir.resolve()) if local_dir is not None else "",
         container=harvest.container,
         leave=harvest.leave,
+        code=__version__,
+        pull_mb_per_s=harvest.pull_mb_per_s,
     )
     return JobSpec(
         name=intent_id,

@@ -97,6 +97,8 @@ CRASHES = frozenset({JobState.FAILED, JobState.OUT_OF_MEMORY})
 _HOLDS_BACK = frozenset({JobFlag.REQUEUE_HOLD, JobFlag.SPECIAL_EXIT})
 _LEFT_ON_NOTICE = (128 + 15, 75)  # TERM, or EX_TEMPFAIL: what our worker exits with when it was told to go
 _KILLED = (0, 128 + 9, *_LEFT_ON_NOTICE)
+#: Our worker's own word that it was refused or is of another release: no node's fault.
+REFUSED = 78
 _INTENT = re.compile(r"scv-[0-9a-f]{16}")
 
 
@@ -118,6 +120,8 @@ def comment_of(uid: str, intent_id: str) -> str:
 
 def intent_in(job: Job, uid: str) -> tuple[str, bool]:
     """The intent that a job carries, and whether its comment proves that it is of ledger `uid`. ("", False) for others' jobs."""
+    if not job.comment.startswith("scavenger:") and not job.name.startswith("scv-"):
+        return "", False
     owner, _, intent = job.comment.removeprefix("scavenger:").partition(":")
     if job.comment.startswith("scavenger:") and _INTENT.fullmatch(intent):
         return (intent, True) if owner == uid else ("", False)

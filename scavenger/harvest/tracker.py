@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from scavenger.cluster.model import ClusterView, Job, JobState
 from scavenger.harvest import sights
@@ -182,8 +183,10 @@ class Tracker:
         """
         listed: dict[str, Job] = {}
         strangers = []
-        for job in sorted(view.jobs, key=lambda job: job.job_id):
+        for job in sorted(view.jobs, key=attrgetter("job_id")):
             intent_id, proved = sights.intent_in(job, self.rules.uid)
+            if not intent_id:
+                continue  # most of a queue
             one = self.intents.get(intent_id)
             alive = sights.sight_of(job) in (Sight.WAITS, Sight.HOLDS)
             if one is None:
@@ -197,10 +200,11 @@ class Tracker:
 
     def _forget_reused(self, draft: _Draft, listed: Mapping[str, Job], view: ClusterView) -> None:
         """An id that is another job's now (the controller lost its state, and counts afresh) must never be cancelled as ours."""
-        theirs = {job.job_id for job in view.jobs} - {job.job_id for job in listed.values()}
-        for intent_id in sorted(self.intents):
+        absent = [intent_id for intent_id in sorted(self.intents) if intent_id not in listed]
+        theirs = {job.job_id for job in view.jobs} - {job.job_id for job in listed.values()} if absent else set()
+        for intent_id in absent:
             one = self.intents[intent_id]
-            if intent_id not in listed and one.job_id in theirs:
+            if one.job_id in theirs:
                 why = f"job {one.job_id} does not carry this intent: its id was given out again"
                 draft.records.append(rec.Event("job_id_reused", one.intended.run_id, intent_id, why, "{}", draft.now))
                 one.job_id = 0
@@ -323,7 +327,7 @@ class Tracker:
         draft.records.append(rec.Event("engine_died", one.intended.run_id, hold.node or one.intent_id, what, "{}", draft.now))
         if lived_s < SHORT_LIFE_S:
             self.health.failed_at_once(what, draft.now)
-        if hold.node:
+        if hold.node and job.exit_code != sights.REFUSED:
             self.health.died(hold.node, what, draft.now)
 
     def _end(self, draft: _Draft, one: Tracked) -> None:

@@ -27,10 +27,15 @@ _WHY = {
 
 @dataclass(slots=True)
 class _Stand:
-    """A node in `yields`: its free GPUs and CPUs, those that are on their way out counted, and engines that may still leave."""
+    """A node in `yields`: its free GPUs and CPUs, those that are on their way out counted, and engines that may still leave.
+
+    `most_*`: what is free when they all have left. It only shrinks.
+    """
 
     gpus: int
     cpus: int
+    most_gpus: int = 0
+    most_cpus: int = 0
     engines: list[_Engine] = field(default_factory=list)
 
 
@@ -109,6 +114,7 @@ class _Stands:
         }
         self._heaps: dict[str, list[tuple[int, str]]] = {}
         self._sorted: dict[tuple[str, bool], list[str]] = {}
+        self._able: dict[tuple[str, bool, int, int], list[tuple[str, _Stand]]] = {}
         self.engines = 0
         kept = {job.intent_id for job in staying}
         for job in jobs:
@@ -121,49 +127,62 @@ class _Stands:
             else:
                 stand.gpus, stand.cpus = stand.gpus + job.gpus, stand.cpus + listed.cpus
         self._manned = frozenset(name for name, stand in self._stands.items() if stand.engines)
+        for stand in self._stands.values():
+            stand.most_gpus, stand.most_cpus = stand.gpus, stand.cpus
         for name in self._manned:
-            self._stands[name].engines.sort(key=lambda one: (one.job.leases, -one.job.idle_since, -one.job.since, one.job.intent_id))
+            stand = self._stands[name]
+            stand.most_gpus += sum(one.job.gpus for one in stand.engines)
+            stand.most_cpus += sum(one.cpus for one in stand.engines)
+            stand.engines.sort(key=lambda one: (one.job.leases, -one.job.idle_since, -one.job.since, one.job.intent_id))
 
     def place(self, wait: Wait) -> list[OurJob] | None:
         """Where it would start: the engines that leave for that, none when enough is free; None when it cannot start at all."""
         name = self._emptiest(wait.partition)
         free = self._stands[name] if name else None
         if wait.n_nodes == 1 and free is not None and free.gpus >= wait.gpus_per_node and free.cpus >= wait.cpus_per_node:
-            free.gpus, free.cpus = free.gpus - wait.gpus_per_node, free.cpus - wait.cpus_per_node
-            return []
+            return self._use(name, 0, wait)
         full = wait.n_nodes == 1 and (free is None or free.gpus < wait.gpus_per_node)
         options: list[tuple[int, int, str, int]] = []
         whole = 0
         gpus, cpus = wait.gpus_per_node, wait.cpus_per_node
-        for at in self._near(wait.partition, manned=full):
-            stand = self._stands[at]
+        for at, stand in self._near(wait, manned=full):
+            if stand.most_gpus < gpus or stand.most_cpus < cpus:
+                continue
             if stand.gpus >= gpus and stand.cpus >= cpus:
                 options.append((0, 0, at, 0))
                 whole += 1
                 if whole >= wait.n_nodes:
                     break  # enough is free
-            elif stand.engines and (option := self._option(at, wait)) is not None:
-                options.append(option)
+            else:
+                options.append(self._option(at, wait))
         if len(options) < wait.n_nodes:
             return None
         options.sort()
         return [job for _, _, at, leaving in options[: wait.n_nodes] for job in self._use(at, leaving, wait)]
 
-    def _near(self, partition: str, *, manned: bool) -> list[str]:
-        """The nodes that a partition's jobs reach, by name; of these those with engines of ours."""
+    def _near(self, wait: Wait, *, manned: bool) -> list[tuple[str, _Stand]]:
+        """The nodes that its partition's jobs reach, by name; of these those with engines of ours. Without such as could not even at
+        first give it its share."""
+        gpus, cpus = wait.gpus_per_node, wait.cpus_per_node
+        key = (wait.partition, manned, gpus, cpus)
+        near = self._able.get(key)
+        if near is None:
+            named = ((at, self._stands[at]) for at in self._reached(wait.partition, manned))
+            near = self._able[key] = [(at, stand) for at, stand in named if stand.most_gpus >= gpus and stand.most_cpus >= cpus]
+        return near
+
+    def _reached(self, partition: str, manned: bool) -> list[str]:
         key = (partition, manned)
         if key not in self._sorted:
             nodes = self._ground.reach(partition)[0]
             self._sorted[key] = sorted(nodes & (self._manned if manned else self._stands.keys()))
         return self._sorted[key]
 
-    def _option(self, name: str, wait: Wait) -> tuple[int, int, str, int] | None:
-        """(GPUs of engines that leave, their leases, the node, how many leave), the least first; None when the node cannot take it."""
+    def _option(self, name: str, wait: Wait) -> tuple[int, int, str, int]:
+        """(GPUs of engines that leave, their leases, the node, how many leave), the least first, on a node that can take it."""
         stand = self._stands[name]
         gpus, cpus, lost, leases, leaving = stand.gpus, stand.cpus, 0, 0, 0
         while gpus < wait.gpus_per_node or cpus < wait.cpus_per_node:
-            if leaving == len(stand.engines):
-                return None
             one = stand.engines[leaving]
             gpus, cpus, leaving = gpus + one.job.gpus, cpus + one.cpus, leaving + 1
             lost, leases = lost + one.job.gpus, leases + one.job.leases
@@ -174,6 +193,7 @@ class _Stands:
         gone, stand.engines = stand.engines[:leaving], stand.engines[leaving:]
         stand.gpus += sum(one.job.gpus for one in gone) - wait.gpus_per_node
         stand.cpus += sum(one.cpus for one in gone) - wait.cpus_per_node
+        stand.most_gpus, stand.most_cpus = stand.most_gpus - wait.gpus_per_node, stand.most_cpus - wait.cpus_per_node
         for heap in self._heaps.values() if gone and stand.gpus else ():
             heapq.heappush(heap, (-stand.gpus, name))
         self.engines -= leaving

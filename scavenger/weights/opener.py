@@ -30,7 +30,7 @@ class Opener:
 
     def __init__(self, source: wire.WeightSource, keypair: KeyPair, context: SharedContext, patience_s: float, no_nixl: set[str]) -> None:
         self._source, self._keypair, self._context, self._patience_s = source, keypair, context, patience_s
-        self._near = source.local.partition(":")[0] == boot_id()
+        self.near = source.local.partition(":")[0] == boot_id()
         self._told = False  # that its memory could not be had
         self._no_nixl = not source.nixl
         self._failed = no_nixl
@@ -53,7 +53,7 @@ class Opener:
         self._failed.add(self._source.endpoint)
 
     def _neighbour(self, manifest: Manifest) -> Channel | None:
-        if not self._near:
+        if not self.near:
             return None
         try:
             return FileChannel.neighbour(self._source, manifest, self._patience_s)

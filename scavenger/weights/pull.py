@@ -30,7 +30,8 @@ from scavenger.weights.deltas import Relay
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
 from scavenger.weights.opener import Opener
-from scavenger.weights.protocol import Answer, Holds, NoSuch, Reached
+from scavenger.weights.pace import NodePace
+from scavenger.weights.protocol import Answer, Holds, NoSuch, Part, Reached
 from scavenger.weights.transfer import Limits, Transfer, Verdict
 
 _log = structlog.get_logger(__name__)
@@ -56,11 +57,13 @@ class Pull:
         buffer: Buffer | None = None,
         no_nixl: set[str] | None = None,
         relay: Relay | None = None,
+        pace: NodePace | None = None,
     ) -> None:
         """`arrived` is told each verified chunk, from any thread. `seed`: this receiver's own order of chunks; None = random.
 
         `base`: verified weights that are here, which deltas may start from. `buffer`: memory of the version's size that nobody reads.
         `no_nixl`: endpoints not to be read by NIXL; those with which it fails are added. `relay` keeps the deltas that came.
+        `pace`: of what comes from other machines.
         """
         self.manifest = manifest
         self.buffer = buffer or Buffer(manifest.total_nbytes)
@@ -77,6 +80,7 @@ class Pull:
         self.transfer = Transfer(manifest, 0, self.limits, clock(), blob=self.buffer.view, seed=seed)
         self.context = SharedContext()
         self.no_nixl = no_nixl if no_nixl is not None else set()
+        self.pace = pace or NodePace()
         self._sources: list[wire.WeightSource] = []
         self._streams: list[_Stream] = []
         self._stuck: list[_Stream] = []  # of earlier tries
@@ -296,6 +300,8 @@ class _Stream(threading.Thread):
         answer = channel.answer(self._into, self._heard)
         if answer is not None:
             self._take(answer)
+            if isinstance(answer, Part) and not self._opener.near:
+                pull.pace.take(answer.nbytes, pull.ended)  # what comes meanwhile waits with its sender
             return
         with pull.lock:
             silent = self._transfer.stalled(index, pull.clock())

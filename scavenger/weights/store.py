@@ -21,6 +21,7 @@ from scavenger.weights.deltas import Relay
 from scavenger.weights.directory import in_clear
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer, Pool
+from scavenger.weights.pace import NodePace
 from scavenger.weights.pull import Pull
 from scavenger.weights.source import WeightSource
 from scavenger.weights.transfer import Limits
@@ -52,7 +53,9 @@ class Store:
         limits: Limits | None = None,
         announce_s: float = ANNOUNCE_S,
         clock: Callable[[], float] = time.monotonic,
+        pace: NodePace | None = None,
     ) -> None:
+        """`pace`: how fast it may fetch; closed with the store."""
         self._keypair = keypair
         self._say = say
         self._address = address
@@ -66,6 +69,7 @@ class Store:
         self._pull: Pull | None = None  # under way, or unfinished
         self._pool = Pool(most=1)
         self._relay = Relay(RELAYED_STEPS)  # for engines that follow from the same version as this one
+        self._pace = pace or NodePace()
         self._no_nixl: set[str] = set()  # endpoints with which it failed
         self._more: wire.UseWeights | None = None  # further holders that were named last
         self.verify_s = 0.0  # thread seconds that the last version's hashes took
@@ -90,7 +94,7 @@ class Store:
             self._relay.bound(int(RELAYED_SHARE * manifest.total_nbytes))
             work = self._pull = Pull(
                 manifest, self._keypair, limits=self._limits, clock=self._clock, base=newest, buffer=memory, no_nixl=self._no_nixl,
-                relay=self._relay,
+                relay=self._relay, pace=self._pace,
             )  # fmt: skip
         else:
             work.again(manifest)
@@ -113,6 +117,7 @@ class Store:
             self._pull.offer(_allowed(weights.sources, weights.encrypt))
 
     def close(self) -> None:
+        self._pace.close()
         if self._source is not None:
             self._source.close()
             self._source = None

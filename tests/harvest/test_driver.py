@@ -100,6 +100,7 @@ class World:
     pace: dict[str, float] = field(default_factory=lambda: dict(FAST))
     stalled: bool = False  # the ledger takes records and makes none durable
     fenced: bool = False
+    ahead_s: float = 0.0  # the daemon's clock, of the scheduler's
     cluster: Reached = field(init=False)
 
     def __post_init__(self) -> None:
@@ -136,7 +137,7 @@ class World:
         made = Harvester(
             self.config(template, **harvest), self.cluster, UID, commit=commit, write=write, post=self.said.append,
             demand=lambda: self.demand, leases=leases, register=self.allowed.__setitem__,
-            unregister=lambda key: self.allowed.pop(key, None), clock=time.time, leave_s=leave_s, draw=lambda: 0.5,
+            unregister=lambda key: self.allowed.pop(key, None), clock=lambda: time.time() + self.ahead_s, leave_s=leave_s, draw=lambda: 0.5,
         )  # fmt: skip
         return made
 
@@ -221,6 +222,33 @@ def test_idle_gpus_are_harvested_and_the_intent_is_durable_before_the_job_exists
     assert all(job.comment == comment_of(UID, job.name) for job in world.jobs())
     sample = world.of(rec.ClusterSampled)[-1]
     assert (sample.harvested, sample.idle, sample.others, sample.reserved, sample.unusable) == (3, 1, 0, 0, 0)
+
+
+@pytest.mark.parametrize("ahead_s", [600.0, -600.0], ids=["ahead", "behind"])
+def test_a_clock_that_is_ten_minutes_off_ends_no_engine_and_dates_no_hold_wrongly(world: World, ahead_s: float) -> None:
+    """Slurm's times are then in our past or future: an engine would look overdue, or its hold ten minutes long."""
+    world.ahead_s = ahead_s
+
+    async def play() -> None:
+        world.want(4)
+        async with running(world.harvester(leave_s=0.5)):
+            await until("four engines hold GPUs", lambda: len(world.of(rec.HoldStarted)) == 4)
+            n = len(world.of(rec.ClusterSampled))
+            await until("and are looked at", lambda: len(world.of(rec.ClusterSampled)) > n + 3)
+            assert not [one for one in world.said if isinstance(one, tuple) and one[0] == "cancel"], "nothing happened but time"
+            assert (world.of(IntentRevoked), world.of(rec.HoldEnded)) == ([], [])
+            theirs = world.site.submit(spec())
+            await until("they get their GPUs", lambda: theirs in [job.job_id for job in world.jobs(JobState.RUNNING)])
+            await until("two engines were preempted", lambda: len(world.of(rec.HoldEnded)) == 2)
+            world.want(0)
+            await until("the others leave when nobody wants them", lambda: len(world.of(rec.JobEnded)) >= 4)
+
+    asyncio.run(play())
+    assert [end.reason for end in world.of(rec.HoldEnded)][:2] == ["preempted"] * 2
+    began = {(hold.intent_id, hold.restart_count): hold.at for hold in world.of(rec.HoldStarted)}
+    for end in world.of(rec.HoldEnded):
+        assert 0 <= end.at - began[end.intent_id, end.restart_count] < 120
+        assert abs(end.at - time.time() - ahead_s) < 120, "in our clock"
 
 
 def test_a_template_that_makes_no_script_is_refused_at_start(world: World) -> None:

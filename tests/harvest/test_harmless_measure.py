@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.harmless_measure import Stay, levels, long_slices, percentile, use
+from benchmarks.harmless_neighbour import Round, report, slower
 from benchmarks.scale import DEMAND, LIMITS, NOW, busy_site
 from scavenger.harvest.policy import decide
 
@@ -47,3 +48,12 @@ def test_a_large_site_is_decided_on_and_its_queue_claims_what_is_idle() -> None:
     assert (first.actions, first.code) == ((), "others_pending")
     later = decide(view, DEMAND, ours, replace(LIMITS, could_start_since=tuple((job, NOW - 60) for job in first.could_start)), NOW)
     assert {str(action.code) for action in later.actions} == {"courtesy"}
+
+
+def test_a_neighbour_is_as_much_slower_as_its_median_round_beside_an_engine_in_each_turn() -> None:
+    turns = [(0.0, 10.0, 14.0), (100.0, 110.0, 114.0), (200.0, 210.0, 214.0)]
+    alone = [Round("cpu", at, took, 0.5) for at, took in ((0.0, 1.0), (1.0, 1.0), (2.0, 9.0), (100.0, 2.0), (103.5, 1.0))]
+    beside = [Round("cpu", at, took, 0.5) for at, took in ((9.5, 9.0), (10.0, 1.1), (12.0, 1.1), (13.5, 1.0), (110.0, 3.0))]
+    found = slower([*alone, *beside], turns, 4.0, lambda one: one.took_s)
+    assert found == pytest.approx([0.1, 0.5]), "rounds over a turn's edge, and a turn without any, say nothing"
+    assert "| CPU, CPU time | 10 | +0.0% | +0.0% | +0.0% |" in report([*alone, *beside], turns, 4.0)

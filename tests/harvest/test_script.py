@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scavenger import keys
+from scavenger import __version__, keys
 from scavenger.config import ClusterSection, DaemonConfig, DaemonSection, HarvestSection
 from scavenger.errors import ConfigError
 from scavenger.harvest.policy import Submit
@@ -50,7 +50,7 @@ def test_the_intent_is_in_name_and_comment_and_the_limits_are_the_configured_one
 def test_the_job_imports_the_run_s_engine(tmp_path: Path, backend: str, engine: str) -> None:
     spec = job_spec(config(tmp_path), read_template(None), backend, "feedbeef", INTENT, replace(SUBMIT, engine=engine))
     (worker,) = [line for line in spec.script.splitlines() if line.startswith("worker=")]
-    assert worker.removesuffix(")").split()[-2:] == ["--engine", engine]
+    assert worker.removesuffix(")").split()[-4:-1] == ["--engine", engine, "--code"]
 
 
 def test_a_template_that_cannot_be_read_is_named(tmp_path: Path) -> None:
@@ -60,6 +60,13 @@ def test_a_template_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 def with_harvest(state_dir: Path, **harvest: object) -> DaemonConfig:
     return DaemonConfig(daemon=DaemonSection(state_dir=state_dir), harvest=HarvestSection(**harvest))  # type: ignore[arg-type]
+
+
+def test_a_job_names_the_release_that_it_was_submitted_for_and_what_a_node_may_fetch(tmp_path: Path) -> None:
+    plain = job_spec(with_harvest(tmp_path), read_template(None), "slurm", "u", INTENT, SUBMIT).script
+    assert f" --code {__version__})" in plain
+    capped = job_spec(with_harvest(tmp_path, pull_mb_per_s=250), read_template(None), "slurm", "u", INTENT, SUBMIT).script
+    assert f" --code {__version__} --pull-mb-per-s 250.0)" in capped
 
 
 def test_limits_are_staggered_by_the_intent_alone_and_end_before_a_reservation(tmp_path: Path) -> None:

@@ -389,6 +389,16 @@ def test_jobs_that_die_at_once_back_off_and_then_their_node_is_quarantined() -> 
     assert [e.kind for e in w.of(rec.Event)][-1] == "node_released"
 
 
+def test_jobs_of_another_release_back_off_and_blame_no_node() -> None:
+    w = Watch()
+    for n, at in enumerate((0.0, 10.0, 30.0)):
+        intent = f"scv-{n:016x}"
+        w.submit(intent, n + 1, at)
+        w.see(at + 2, ours(intent, n + 1, JobState.FAILED, exit_code=78, nodes=("node2",), start_time=at + 1, end_time=at + 2))
+    assert w.tracker.health.backoff()[0] == 32.0 + 20.0
+    assert not w.tracker.health.quarantined(32.0)
+
+
 def test_deaths_far_apart_do_not_quarantine() -> None:
     health = Health(RULES.health)
     assert [health.died("node1", "x", at) for at in (0.0, 400.0, 700.0, 1100.0)] == [""] * 4

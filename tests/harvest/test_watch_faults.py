@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from scavenger.cluster import procs
+from scavenger.cluster import procs, sandbox_accounting
 from scavenger.cluster.model import JobState
 from scavenger.cluster.port import Cluster
 from scavenger.cluster.pyslurm_client import PyslurmCluster
@@ -21,9 +22,10 @@ from scavenger.cluster.trouble import Trouble
 from scavenger.ledger import records as rec
 from scavenger.router.events import IntentRevoked, JobGone
 from tests.clusters import empty
-from tests.harvest.test_driver import World, layout, running, until
+from tests.harvest.test_driver import World, layout, running, spec, until
 
 pytestmark = pytest.mark.slurm
+NO_ACCOUNTING = sandbox_accounting.missing(f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
 KINDS = ["slurm", pytest.param("pyslurm", marks=pytest.mark.pyslurm)]
 
 
@@ -96,6 +98,33 @@ def test_munge_is_down(world: World, sandbox: SlurmSandbox) -> None:
     assert Trouble.AUTH in troubles(world), "pyslurm's process may be ended besides: munge's own patience is longer than ours"
 
 
+@pytest.mark.parametrize(
+    ("words", "trouble"),
+    [
+        ("slurm_load_jobs error: Slurm backup controller in standby mode", Trouble.FAILING_OVER),
+        pytest.param("error: Munge decode failed: Rewound credential\nslurm_load error: Protocol authentication error", Trouble.AUTH,
+                     marks=pytest.mark.long),
+    ],
+    ids=["failing over", "clocks that differ too far for munge"],
+)  # fmt: skip
+def test_a_controller_that_answers_every_question_with_an_error(
+    world: World, sandbox: SlurmSandbox, words: str, trouble: Trouble
+) -> None:
+    """Slurm's own words, from commands that say nothing else: two controllers, or two clocks, are not to be had on one machine."""
+    fakes = [world.local_dir / "bin" / name for name in ("squeue", "scontrol")]
+
+    def begin() -> None:
+        for fake in fakes:
+            fake.write_text(f"#!/bin/bash\nprintf '%s\\n' {shlex.quote(words)} >&2\nexit 1\n")
+            fake.chmod(0o755)
+
+    def end() -> None:
+        for fake in fakes:
+            fake.unlink()
+
+    survives(world, begin, end, {trouble})
+
+
 def test_an_answer_that_is_cut_off(world: World, sandbox: SlurmSandbox) -> None:
     fake = world.local_dir / "bin/squeue"
 
@@ -154,3 +183,27 @@ def test_a_controller_that_is_killed_and_comes_back(world: World, sandbox: Slurm
     assert troubles(world) <= {Trouble.DOWN, Trouble.NO_ANSWER}
     assert (world.of(rec.JobEnded), world.of(rec.HoldEnded), world.of(JobGone)) == ([], [], [])
     assert len(world.of(rec.JobIntended)) == 1
+
+
+@pytest.mark.long
+@pytest.mark.skipif(bool(NO_ACCOUNTING), reason=f"{NO_ACCOUNTING}: {sandbox_accounting.INSTALL}")
+def test_slurmdbd_is_down(tmp_path: Path) -> None:
+    """Accounting is no part of a look or of a submission: slurmctld remembers who may do what, and keeps what it has to tell."""
+    with SlurmSandbox(msgspec.structs.replace(layout(), requeue_delay_s=6.0, qos=True)) as made:
+        world = World(SlurmCluster(made.env, timeout_s=6.0), tmp_path, tmp_path / "state")
+
+        async def play() -> None:
+            world.want(1)
+            async with running(world.harvester(qos="scavenge")):
+                await until("an engine runs", lambda: world.of(rec.HoldStarted), 30.0)
+                procs.send([made.ready.daemons["slurmdbd"]], signal.SIGKILL)
+                world.want(2)
+                await until("another is submitted and runs", lambda: len(world.of(rec.HoldStarted)) == 2, 30.0)
+                theirs = world.site.submit(spec(nodes=2, tasks=2))
+                await until("who may preempt us does", lambda: theirs in [job.job_id for job in world.jobs(JobState.RUNNING)], 60.0)
+                await until("and that is seen", lambda: world.of(rec.HoldEnded), 30.0)
+
+        asyncio.run(play())
+        assert not troubles(world)
+        assert {end.reason for end in world.of(rec.HoldEnded)} == {"preempted"}
+        empty(SlurmCluster(made.env))

@@ -18,7 +18,7 @@ import pytest
 from rollout.engines.base import Delta, EngineInfo, Host, Request
 from rollout.events import EXIT_DRAINED, EXIT_ENGINE_FAILED, EXIT_PREEMPTED, EXIT_REFUSED, Identity, Leave, Limits
 from rollout.worker import Options, Worker
-from scavenger import keys, wire
+from scavenger import __version__, keys, wire
 from scavenger.errors import EngineError
 from scavenger.weights import manifest as manifests
 from scavenger.weights.manifest import TensorView
@@ -481,6 +481,19 @@ def test_a_slot_for_a_harvested_engine_is_refused(program: ModuleType, capsys: p
     with pytest.raises(SystemExit):
         program._arguments(["--state-dir", "/s", "--key", "/k", "--kind", "harvested", "--run", "run", "--slot", "e1"])
     assert "reserved engines" in capsys.readouterr().err
+
+
+def test_a_job_that_was_submitted_for_another_release_is_refused(
+    program: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before it reads its key or asks the daemon anything."""
+    argv = ["--state-dir", str(tmp_path), "--key", "/none", "--kind", "harvested", "--run", "run", "--code", "0.0.1"]
+    assert program.main(argv, {}) == EXIT_REFUSED
+    said = capsys.readouterr().err
+    assert f"submitted for release 0.0.1, and {sys.executable} has release {__version__}" in said
+    assert "remedy" in said or "restart the daemon" in said
+    program.check_code(__version__)
+    program.check_code("")
 
 
 @asynccontextmanager
