@@ -41,7 +41,7 @@ def whole(learner: Learner) -> dict[str, Tensor]:
     """Every published tensor whole; a collective."""
     found = {}
     parameters = dict(learner.model.named_parameters())
-    for name in sorted(learner.shapes()):
+    for name in sorted(learner.shapes(base=True)):
         layer, _, kind = name.rpartition(".")
         value = parameters.get(name, parameters.get(f"{layer}.base_layer.{kind}"))
         assert value is not None
