@@ -264,6 +264,25 @@ def test_a_pull_whose_only_holder_is_silent_goes_on_with_those_that_the_daemon_n
     play(scene)
 
 
+def test_a_base_whose_only_holder_is_silent_comes_from_those_that_the_daemon_names_later(play: Run) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.daemon.expect(wire.WorkerHello)
+        stage.welcome()
+        base, blob = manifests.build(1, {"a.weight": ("float32", (2, 2), memoryview(bytes(16)))})
+        nothing = memoryview(bytes(8))
+        tensors = {"a.lora_A.weight": ("float32", (1, 2), nothing), "a.lora_B.weight": ("float32", (2, 1), nothing)}
+        manifest, own = manifests.build(2, tensors, adapter=manifests.Adapter(base.root, 1.0, "float32"))
+        sources = (stage.source.publish(manifest, own),)
+        nobody = wire.WeightSource("tcp://127.0.0.1:1", "", bytes(32))
+        first = wire.BaseWeights(1, manifests.encode(base), (nobody,))
+        stage.daemon.send(wire.UseWeights(2, manifests.encode(manifest), sources, base=first))
+        later = wire.BaseWeights(1, b"", (nobody, stage.source.publish(base, blob)))
+        stage.daemon.send(wire.UseWeights(2, b"", sources, more=True, base=later))
+        assert (await stage.daemon.expect(wire.WeightsLoaded)).root == manifest.root
+
+    play(scene)
+
+
 def test_a_daemon_that_forgot_the_connection_is_greeted_again(play: Run) -> None:
     async def scene(stage: Stage) -> None:
         await stage.ready()
