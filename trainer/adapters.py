@@ -3,7 +3,7 @@
 Owns what is peft's: injecting, switching off, and the names of its parameters. Knows no loss, no optimizer and no rank but through tensors.
 
 The base stays as it was read. It is published once, as a version of its own, and then A and B alone: engines merge them with the pristine
-base (`rollout.engines.merging`), so that rounding never accumulates. The reference policy is the same model with its adapters switched off.
+base (`rollout.engines.lora`), so that rounding never accumulates. The reference policy is the same model with its adapters switched off.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from rollout.engines import merging
+from rollout.engines import lora
 from scavenger.config import LoraSection
 from scavenger.errors import ConfigError
 
@@ -108,7 +108,7 @@ def merged(model: Any, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
         if _BASE in named[name] and name.endswith(".weight"):
             layer = name.removesuffix(".weight")
             down, up = (whole(parameters[f"{layer}.lora_{side}.{_ADAPTER}.weight"]) for side in "AB")
-            value = merging.merged(value, down, up, layers[layer].scaling[_ADAPTER])
+            value = lora.merged(value, down, up, layers[layer].scaling[_ADAPTER])
         yield name, value
 
 

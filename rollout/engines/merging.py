@@ -1,11 +1,7 @@
-"""Low-rank adapters (LoRA, Hu et al., arXiv 2106.09685) put together with their base: W = W0 + scale * B A.
+"""A version that holds low-rank adapters, put together with its base as an engine reads it.
 
-Owns the arithmetic, which trainer and engines share, and the check that adapters and base belong together. Knows no engine, no peft and no
-network. The base is never written: each version is made from the pristine one, so that nothing accumulates.
-
-**Rounding.** B A is summed in float64 and rounded once to the adapters' own type, in which W0 is added; the sum is rounded once to the type
-that the manifest names. What order a machine's BLAS sums in, and whether it fuses, lies some 29 bits below the first rounding: so machines,
-devices and numbers of threads agree.
+Owns the check that adapters and base belong together, and when each weight is made; `lora` has the arithmetic. Knows no engine, no peft and
+no network. The base is never written: each version is made from the pristine one, so that nothing accumulates.
 """
 
 from __future__ import annotations
@@ -18,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollout.engines import lora
 from rollout.engines.base import Weight
 from rollout.engines.published import STORED
 from scavenger.errors import EngineError
@@ -26,12 +23,6 @@ from scavenger.weights.manifest import Manifest, TensorView
 
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 _REMEDY = "publish the adapters with the base that they were trained on"
-
-
-def merged(base: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
-    """W0 [out, in] with A [rank, in] and B [out, rank], in the adapters' dtype."""
-    change = (up.double() @ down.double()).mul_(scale)
-    return base.to(down.dtype) + change.to(down.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +51,7 @@ class Merged:
         value = tensor(self.base)
         if self.adapter is not None:
             down, up, scale = self.adapter
-            value = merged(value, tensor(down), tensor(up), scale)
+            value = lora.merged(value, tensor(down), tensor(up), scale)
         raw: Any = value.to(STORED[self.dtype]).contiguous().view(-1).view(torch.uint8)
         return memoryview(raw.numpy())
 

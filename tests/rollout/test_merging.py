@@ -12,6 +12,7 @@ from scavenger.weights.manifest import Manifest
 
 torch = pytest.importorskip("torch", reason="the engines need the [trainer] extra")
 merging = pytest.importorskip("rollout.engines.merging")
+lora = pytest.importorskip("rollout.engines.lora")
 
 Made = tuple[Manifest, memoryview]
 
@@ -57,7 +58,7 @@ def test_it_is_the_base_and_the_scaled_product_each_rounded_once(dtype: str) -> 
 def test_a_base_stored_narrow_is_widened_exactly_before_anything_is_added() -> None:
     under = base(torch.bfloat16)
     found = loaded(adapters(under, dtype="float32"), under)
-    change = merging.merged(torch.zeros(6, 10), drawn(3, 10, seed=2), drawn(6, 3, seed=12), 2.0)
+    change = lora.merged(torch.zeros(6, 10), drawn(3, 10, seed=2), drawn(6, 3, seed=12), 2.0)
     assert torch.equal(found["a.q.weight"], drawn(6, 10, seed=1, dtype=torch.bfloat16).float() + change)
 
 
@@ -73,15 +74,15 @@ def test_each_version_is_made_of_the_pristine_base_whatever_was_loaded_before() 
 
 def test_the_number_of_threads_and_a_slice_of_rows_change_no_bit() -> None:
     weight, down, up = drawn(257, 384, seed=1), drawn(16, 384, seed=2), drawn(257, 16, seed=3)
-    whole = merging.merged(weight, down, up, 0.5)
+    whole = lora.merged(weight, down, up, 0.5)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        assert torch.equal(merging.merged(weight, down, up, 0.5), whole)
+        assert torch.equal(lora.merged(weight, down, up, 0.5), whole)
     finally:
         torch.set_num_threads(threads)
     for first in range(0, 257, 5):
-        assert torch.equal(merging.merged(weight[first : first + 5], down, up[first : first + 5], 0.5), whole[first : first + 5])
+        assert torch.equal(lora.merged(weight[first : first + 5], down, up[first : first + 5], 0.5), whole[first : first + 5])
 
 
 def test_adapters_of_another_base_are_refused_with_both_hashes() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from rollout.engines import merging
+from rollout.engines import lora
 from scavenger import wire
 from scavenger.weights import manifest as manifests
 from scavenger.weights.manifest import Manifest
@@ -48,7 +48,7 @@ def whole(learner: Learner) -> dict[str, Tensor]:
         full = _full(value)
         if f"{layer}.base_layer.{kind}" in parameters:
             up, down = (_full(parameters[f"{layer}.lora_{side}.default.weight"]) for side in "BA")
-            full = merging.merged(full, down, up, learner.model.get_submodule(layer).scaling["default"])
+            full = lora.merged(full, down, up, learner.model.get_submodule(layer).scaling["default"])
         found[name] = full
     return found
 
