@@ -238,7 +238,7 @@ class Work:
         if self.closed:
             return []
         if self._wanted is not None and self._wanted.version == message.version:
-            return [MoreHolders(message)] if message.sources != self._wanted.sources else []
+            return [MoreHolders(message)] if _holders(message) != _holders(self._wanted) else []
         if message.more:
             return []  # holders of a version that is here by now, or that was given up
         if message.version == self.loaded_version:
@@ -303,3 +303,8 @@ class Work:
             return []  # woken meanwhile: the engine does both in order
         self._slept = True
         return self._send(wire.Asleep())
+
+
+def _holders(weights: wire.UseWeights) -> tuple[tuple[wire.WeightSource, ...], ...]:
+    """Of the version, and of its base."""
+    return weights.sources, weights.base.sources if weights.base is not None else ()

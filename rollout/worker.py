@@ -15,9 +15,10 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import structlog
 
-from rollout.engines.base import Engine, Host
+from rollout.engines.base import Engine, Host, Weight
 from rollout.engines.registry import Build as BuildEngine
 from rollout.engines.registry import builder
 from rollout.events import (
@@ -85,6 +86,7 @@ class _Pulled:
     weights: wire.UseWeights
     manifest: Manifest
     blob: Buffer
+    base: tuple[Manifest, Buffer] | None  # what adapters are merged with
     pull_s: float
     verify_s: float
 
@@ -251,14 +253,18 @@ class Worker:
 
     async def _pull(self, weights: wire.UseWeights) -> None:
         began = self._clock()
-        manifest = manifests.decode(weights.manifest)
+        manifest, base, verify_s = manifests.decode(weights.manifest), None, 0.0
+        if manifest.adapter is not None:
+            base = await self._store.get_base(manifest, weights, self._options.pull_s)
+            verify_s = self._store.verify_s
+            weights = msgspec.structs.replace(weights, keep=(*weights.keep, base[0].version))
         blob = await self._store.get(manifest, weights, self._options.pull_s)
-        self._commands.put_nowait(_Pulled(weights, manifest, blob, self._clock() - began, self._store.verify_s))
+        self._commands.put_nowait(_Pulled(weights, manifest, blob, base, self._clock() - began, verify_s + self._store.verify_s))
 
     async def _load(self, engine: Engine, pulled: _Pulled) -> None:
         began, version = self._clock(), pulled.weights.version
         try:
-            await engine.load(version, manifests.views(pulled.manifest, pulled.blob.view))
+            await engine.load(version, _views(pulled))
         except EngineError as error:
             self._inbox.put_nowait(LoadFailed(version, told(error)))
             return
@@ -273,3 +279,13 @@ class Worker:
             since_start_s=round(self._clock() - self._options.started_at, 3),
         )
         self._inbox.put_nowait(Loaded(version, pulled.manifest.root, pulled.pull_s, load_s, pulled.verify_s))
+
+
+def _views(pulled: _Pulled) -> list[Weight]:
+    """All weights of the version: its own, or its base's with its adapters merged as they are read. Raises `EngineError`."""
+    own = manifests.views(pulled.manifest, pulled.blob.view)
+    if pulled.base is None:
+        return [*own]
+    from rollout.engines import merging  # needs torch, which the engine has loaded by now
+
+    return merging.views(pulled.manifest, own, pulled.base[0], pulled.base[1].view)

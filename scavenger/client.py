@@ -209,12 +209,14 @@ class Run:
     # ---------------------------------------------------------------- what a trainer does
 
     def publish(self, step: int, manifest: Manifest, *sources: wire.WeightSource) -> None:
-        """Offer a version, whose number is `manifest.version`, greater than every one before. The two newest stay announced."""
+        """Offer a version, whose number is `manifest.version`, greater than all before. The two newest stay announced, and their base."""
         body = wire.PublishVersion(manifest.version, step, manifest.root, manifests.encode(manifest), sources, manifest.total_nbytes)
         self.call(body)
         self._published[manifest.version] = body
+        bases = {manifests.base_of(self._published[kept].manifest) for kept in sorted(self._published)[-2:]}
         for old in sorted(self._published)[:-2]:
-            del self._published[old]
+            if self._published[old].root not in bases:
+                del self._published[old]
         self.next_version = max(self.next_version, manifest.version + 1)
 
     def submit(self, step: int, version: int, groups: Sequence[wire.GroupSpec], purpose: str = "train") -> tuple[int, ...]:

@@ -186,10 +186,11 @@ def test_the_worker_knows_nothing_of_the_trainer() -> None:
     assert not offenders, told(offenders)
 
 
-# Which part of `rollout` a file of the trainer may know: an engine only in the single-process debug mode; and the one function that
+# Which part of `rollout` a file of the trainer may know: an engine only in the single-process debug mode; and what
 # both sides must compute alike, lest the logits of engine and learner drift apart (torch cannot be shared in `scavenger`). And what is said
 # before a run starts is asked of the engines' own code.
 SHARED_WITH_ENGINES = {
+    "trainer/adapters.py": "rollout.engines.lora",
     "trainer/local.py": "rollout.engines",
     "trainer/model.py": "rollout.engines.norms",
     "trainer/prepare/engines.py": "rollout.engines",
@@ -206,9 +207,9 @@ def test_the_trainer_reaches_an_engine_only_in_its_single_process_debug_mode() -
     assert not offenders, told(offenders)
 
 
-def test_what_the_trainer_shares_with_engines_brings_nothing_else_of_ours() -> None:
-    norms = ROOT / "rollout/engines/norms.py"
-    assert set(reached_from(norms)) == {norms}
+@pytest.mark.parametrize("shared", ["rollout/engines/norms.py", "rollout/engines/lora.py"])
+def test_what_the_trainer_shares_with_engines_brings_nothing_else_of_ours(shared: str) -> None:
+    assert set(reached_from(ROOT / shared)) == {ROOT / shared}
 
 
 def file_of(found: Import) -> Path | None:

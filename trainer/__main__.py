@@ -139,7 +139,9 @@ def restore(config: RunConfig, ranks: Ranks, resume: str) -> Start:
         )
     ranks.load(path, state.updates_taken)
     print(f"resumed from {path}, after step {state.step}", flush=True)
-    return Start(state.step, state.root, path, state.cursor, state.owes_evaluation)
+    # Adapters were once published merged: such a version's root names other bytes.
+    root = state.root if state.adapters == bool(config.lora.rank) else ""
+    return Start(state.step, root, path, state.cursor, state.owes_evaluation)
 
 
 def set_aside(config: RunConfig, start: Start, attempt: int) -> None:

@@ -2,23 +2,25 @@
 
 Owns what is peft's: injecting, switching off, and the names of its parameters. Knows no loss, no optimizer and no rank but through tensors.
 
-The base stays as it was read. A version is made each time from that pristine base, W + scale * B A, so that rounding never accumulates,
-and has the model's own names: any engine can load it. The reference policy is the same model with its adapters switched off.
+The base stays as it was read. It is published once, as a version of its own, and then A and B alone: engines merge them with the pristine
+base (`rollout.engines.lora`), so that rounding never accumulates. The reference policy is the same model with its adapters switched off.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from rollout.engines import lora
 from scavenger.config import LoraSection
 from scavenger.errors import ConfigError
-from scavenger.weights.shards import rows
 
 _ADAPTER = "default"
 _BASE = ".base_layer"
@@ -75,36 +77,55 @@ def shapes(model: Any) -> dict[str, tuple[int, ...]]:
     return {name.replace(_BASE, ""): tuple(value.shape) for name, value in model.named_parameters() if ".lora_" not in name}
 
 
-def merged(model: Any, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    """This rank's rows of each of these parameters, adapters merged. A collective: all ranks must exhaust it, with the same names.
+def trained_shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    """The adapters, A and B of every layer that has them, by the names that a version gives them."""
+    return {_told(name): tuple(value.shape) for name, value in model.named_parameters() if ".lora_" in name}
 
-    The change that an adapter makes is computed whole on every rank and cut then: a product of some rows alone may round otherwise, and
-    equal weights must be equal however many ranks there are.
-    """
+
+def _told(name: str) -> str:
+    return name.replace(f".{_ADAPTER}.", ".")
+
+
+def trained(model: Any, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """This rank's rows of each of these adapters."""
+    named = {_told(name): value for name, value in model.named_parameters() if ".lora_" in name}
+    return ((name, own(named[name])) for name in names)
+
+
+def pristine(model: Any, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """This rank's rows of each of these parameters, as the model was read."""
+    named = {name.replace(_BASE, ""): value for name, value in model.named_parameters() if ".lora_" not in name}
+    return ((name, own(named[name])) for name in names)
+
+
+def merged(model: Any, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
+    """Each of these parameters whole, adapters merged as engines merge them. A collective: all ranks exhaust it, with the same names."""
     parameters = dict(model.named_parameters())
     layers = dict(model.named_modules())
     named = {name.replace(_BASE, ""): name for name in parameters if ".lora_" not in name}
     for name in names:
-        base = parameters[named[name]]
-        value = own(base)
+        value = whole(parameters[named[name]])
         if _BASE in named[name] and name.endswith(".weight"):
             layer = name.removesuffix(".weight")
             down, up = (whole(parameters[f"{layer}.lora_{side}.{_ADAPTER}.weight"]) for side in "AB")
-            value = value + own_rows(base, layers[layer].scaling[_ADAPTER] * (up @ down))
+            value = lora.merged(value, down, up, layers[layer].scaling[_ADAPTER])
         yield name, value
+
+
+def stored_dtype(folder: Path) -> str:
+    """A type that has room for all weights of a Hugging Face folder as they are stored there."""
+    kinds: set[str] = set()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            kinds.update(file.get_slice(name).get_dtype() for name in file.keys())  # noqa: SIM118  not a mapping
+    if "F64" in kinds:
+        return "float64"
+    return {"BF16": "bfloat16", "F16": "float16"}.get(kinds.pop(), "float32") if len(kinds) == 1 else "float32"
 
 
 def own(parameter: Tensor) -> Tensor:
     """The rows of a parameter that this rank has, without gradients."""
     return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).detach()
-
-
-def own_rows(like: Tensor, value: Tensor) -> Tensor:
-    """Of a whole tensor the rows that this rank has of the parameter `like`."""
-    if not isinstance(like, DTensor):
-        return value
-    first, last = rows(like.shape[0], like.device_mesh.get_local_rank(), like.device_mesh.size())
-    return value[first:last]
 
 
 def whole(parameter: Tensor) -> Tensor:

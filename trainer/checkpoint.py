@@ -35,7 +35,8 @@ class State(msgspec.Struct, frozen=True):
     """`version`/`root` (hex): the published weights of this checkpoint. `cursor`: training problems taken so far.
 
     `attempt`: the run's attempt that wrote it; 0 = written before attempts were noted. `weights_dtype`: in which type the version was
-    published, "" = written before that was noted. `owes_evaluation`: the one due at this step was not made.
+    published, "" = written before that was noted. `owes_evaluation`: the one due at this step was not made. `adapters`: the version holds
+    adapters alone.
     """
 
     step: int
@@ -49,6 +50,7 @@ class State(msgspec.Struct, frozen=True):
     format: int = FORMAT
     weights_dtype: str = ""
     owes_evaluation: bool = False
+    adapters: bool = False
 
 
 class Surplus(NamedTuple):

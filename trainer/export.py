@@ -1,8 +1,8 @@
 """`python -m trainer.export RUN.toml OUT [--checkpoint auto|DIR] [--dtype ...]`: a checkpoint as a Hugging Face folder.
 
 Owns the way from shards to whole tensors under the model's own names, adapters merged, in one process and without a rank. What comes out
-is checked: in the type that the run published, its root hash must be the one that the checkpoint's version had, so these are the very
-weights that the engines sampled with. Started by `scavenger checkpoint export`. It needs memory for the model twice, and no GPU.
+is checked: in the type that the run published (adapters: in any), its root hash must be the one that the checkpoint's version had, so these
+are the very weights that the engines sampled with. Started by `scavenger checkpoint export`. It needs memory for the model twice, no GPU.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from scavenger.config import RunConfig
 from scavenger.errors import ConfigError, ScavengerError, WeightsError
 from scavenger.weights import export as exporting
 from scavenger.weights import manifest as manifests
-from scavenger.weights.manifest import Manifest
+from scavenger.weights.manifest import Adapter, Manifest
 from scavenger.weights.memory import Buffer
 from trainer import adapters, checkpoint
 from trainer.checkpoint import State
@@ -52,16 +53,31 @@ def restored(config: RunConfig, path: Path, state: State) -> Any:
 
 
 def sealed(model: Any, version: int, dtype: str) -> tuple[Manifest, Buffer]:
-    """The version that these weights are, as `publish.Publisher` makes it."""
-    shapes = {name: (dtype, shape) for name, shape in adapters.shapes(model).items()}
-    table = manifests.layout(shapes)
+    """The version that these weights are, adapters merged."""
+    shapes = adapters.shapes(model)
+    return _sealed(version, shapes, adapters.merged(model, shapes), dtype)
+
+
+def adapters_root(config: RunConfig, model: Any, state: State) -> bytes:
+    """Root of the version that holds this model's adapters, with its base, as `ranks.Ranks` publishes them."""
+    base, of = adapters.shapes(model), adapters.trained_shapes(model)
+    under, _ = _sealed(0, base, adapters.pristine(model, base), adapters.stored_dtype(config.model.path))
+    adapter = manifests.Adapter(under.root, config.lora.alpha / config.lora.rank, state.weights_dtype)
+    return _sealed(0, of, adapters.trained(model, of), state.dtype, adapter)[0].root
+
+
+def _sealed(
+    version: int, shapes: dict[str, tuple[int, ...]], values: Iterable[tuple[str, Tensor]], dtype: str, adapter: Adapter | None = None
+) -> tuple[Manifest, Buffer]:
+    """As `publish.Publisher` makes it."""
+    table = manifests.layout({name: (dtype, shape) for name, shape in shapes.items()})
     buffer = Buffer(sum(tensor.nbytes for tensor in table))
     place = {tensor.name: tensor for tensor in table}
-    for name, value in adapters.merged(model, shapes):
+    for name, value in values:
         raw: Any = _flat(value.to(DTYPES[dtype]))
         buffer.view[place[name].offset : place[name].offset + place[name].nbytes] = memoryview(raw.numpy())
     size = manifests.chunk_nbytes_of(buffer.nbytes)
-    return manifests.seal(version, table, manifests.hashes_of(buffer.view, size), chunk_nbytes=size), buffer
+    return manifests.seal(version, table, manifests.hashes_of(buffer.view, size), chunk_nbytes=size, adapter=adapter), buffer
 
 
 def _flat(value: Tensor) -> Tensor:
@@ -75,19 +91,21 @@ def export(config: RunConfig, out: Path, chosen: str, dtype: str) -> str:
         raise ConfigError(f"{checkpoint.folder(config.run.out_dir)} holds no complete checkpoint", "name one with --checkpoint DIR")
     state = checkpoint.read_state(path)
     dtype = dtype or config.weights.dtype
-    manifest, blob = sealed(restored(config, path, state), state.version, dtype)
-    known = bool(state.root) and dtype == state.weights_dtype
-    same = manifest.root.hex() == state.root
-    if known and not same and not config.lora.rank:
+    model = restored(config, path, state)
+    known = bool(state.root) and (state.adapters if config.lora.rank else dtype == state.weights_dtype)
+    root = adapters_root(config, model, state) if config.lora.rank and known else b""
+    manifest, blob = sealed(model, state.version, dtype)
+    root = root or manifest.root
+    if known and root.hex() != state.root:
         raise WeightsError(
-            f"{path} makes weights with root {manifest.root.hex()}, and its version was published with {state.root}",
+            f"{path} makes weights with root {root.hex()}, and its version was published with {state.root}",
             "its files were damaged, or model.path is another model now: export another checkpoint",
         )
     exporting.write(manifest, blob.view, out, config.model.path)
     told = f"wrote {out}: {path.name}, {len(manifest.tensors)} tensors in {dtype}, root {manifest.root.hex()}"
-    if known and same:
-        return f"{told}, as published"
-    why = "adapters were merged on this machine, which may round otherwise" if known else "its version was published in another type"
+    if known:
+        return f"{told}, adapters and base as published" if config.lora.rank else f"{told}, as published"
+    why = "its adapters were published merged, by an older release" if config.lora.rank else "its version was published in another type"
     return f"{told}; not compared with what was published: {why}"
 
 

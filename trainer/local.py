@@ -11,7 +11,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rollout.engines.base import Delta, Engine, Host, Request
+from rollout.engines import merging
+from rollout.engines.base import Delta, Engine, Host, Request, Weight
 from rollout.engines.registry import builder
 from scavenger import wire
 from scavenger.errors import EngineError
@@ -21,13 +22,18 @@ from scavenger.weights.memory import Buffer
 
 
 class LocalSource:
-    """Keeps the newest version's bytes where `LocalRun` finds them."""
+    """Keeps the bytes of the newest version, and of its base, where `LocalRun` finds them."""
 
     def __init__(self) -> None:
         self.blob: memoryview = memoryview(b"")
+        self.base: tuple[Manifest, memoryview] | None = None  # what adapters are merged with
+        self._newest: Manifest | None = None
 
     def publish(self, manifest: Manifest, blob: Buffer, chunks: Sequence[int] | None = None) -> wire.WeightSource:
-        self.blob = blob.view
+        newest = self._newest
+        if newest is not None and manifest.adapter is not None and newest.root == manifest.adapter.base:
+            self.base = (newest, self.blob)
+        self.blob, self._newest = blob.view, manifest
         return wire.WeightSource("inproc", "", b"")
 
 
@@ -68,7 +74,11 @@ class LocalRun:
         self._ids = 0
 
     def publish(self, step: int, manifest: Manifest, *sources: wire.WeightSource) -> None:
-        views = manifests.views(manifests.decode(manifests.encode(manifest)), self._source.blob)
+        own = manifests.views(manifests.decode(manifests.encode(manifest)), self._source.blob)
+        views: Sequence[Weight] = own
+        if manifest.adapter is not None:
+            assert self._source.base is not None
+            views = merging.views(manifest, own, *self._source.base)
         self._loop.run_until_complete(self._engine.load(manifest.version, views))
         self.next_version = manifest.version + 1
 

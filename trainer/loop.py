@@ -21,6 +21,7 @@ from pathlib import Path
 from scavenger import wire
 from scavenger.config import RunConfig
 from scavenger.errors import WeightsError
+from scavenger.weights.manifest import Manifest
 from trainer import checkpoint
 from trainer.data import Problem, Problems
 from trainer.ending import Ending, ToldToEnd
@@ -106,6 +107,8 @@ class Loop:
 
     def run(self) -> None:
         """Train to the last step. Raises what stops it, `ToldToEnd` once a checkpoint is written; the caller closes the run."""
+        if self._ranks.trains_adapters:
+            self._offer(self._start.step, self._ranks.build_base(self._run.next_version))
         version = self._publish(self._start.step)
         if self._start.root and self._root.hex() != self._start.root:
             raise WeightsError("the checkpoint's weights are not those that were published from it", "resume from another checkpoint")
@@ -167,9 +170,12 @@ class Loop:
     def _publish(self, step: int) -> int:
         version = self._run.next_version
         made = self._ranks.build_version(version, self._config.weights.dtype)
-        self._run.publish(step, made, *self._ranks.offer(made))
+        self._offer(step, made)
         self._root = made.root
         return version
+
+    def _offer(self, step: int, made: Manifest) -> None:
+        self._run.publish(step, made, *self._ranks.offer(made))
 
     def _timed_publish(self, step: int) -> tuple[int, float]:
         started = time.monotonic()
@@ -181,7 +187,7 @@ class Loop:
             checkpoint.State(
                 at.step, at.version, at.root.hex(), at.cursor, config.run.seed,
                 self._ranks.updates_taken, "float64" if config.run.deterministic else "float32", self._run.attempt,
-                weights_dtype=config.weights.dtype, owes_evaluation=at.owes_evaluation,
+                weights_dtype=config.weights.dtype, owes_evaluation=at.owes_evaluation, adapters=self._ranks.trains_adapters,
             )
         )  # fmt: skip
 

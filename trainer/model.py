@@ -105,6 +105,7 @@ class Learner:
         self._compute = compute_dtype(trainer.compute_dtype, mesh.device_type, deterministic=deterministic)
         self._recompute = trainer.activation_checkpointing
         self._lora = lora
+        self.base_dtype = adapters.stored_dtype(folder) if lora.rank else ""  # in which the base is published, exactly
         self.model = self._load(folder, mesh)
         self._recipe = recipe
         self._settings = optimizer
@@ -225,13 +226,18 @@ class Learner:
     def discard_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """What is published: every parameter whole, tied ones once, by the model's own names."""
-        return adapters.shapes(self.model)
+    @property
+    def adapter_scale(self) -> float:
+        """By which a product B A counts; 0 = all weights are trained."""
+        return self._lora.alpha / self._lora.rank if self._lora.rank else 0.0
 
-    def shards(self, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-        """This rank's rows of each, adapters merged. All ranks must exhaust it, with the same names."""
-        return adapters.merged(self.model, names)
+    def shapes(self, *, base: bool = False) -> dict[str, tuple[int, ...]]:
+        """What a version holds: the adapters, or (`base`, or all are trained) every parameter, tied ones once, by the model's own names."""
+        return adapters.trained_shapes(self.model) if self._lora.rank and not base else adapters.shapes(self.model)
+
+    def shards(self, names: Iterable[str], *, base: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """This rank's rows of each."""
+        return (adapters.trained if self._lora.rank and not base else adapters.pristine)(self.model, names)
 
     def trained(self) -> dict[str, torch.nn.Parameter]:
         return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}

@@ -23,14 +23,14 @@ from scavenger import wire
 from scavenger.errors import WeightsError
 from scavenger.weights import manifest as manifests
 from scavenger.weights import shards
-from scavenger.weights.manifest import Manifest
+from scavenger.weights.manifest import Adapter, Manifest
 from scavenger.weights.memory import Buffer, Pool
 from scavenger.weights.shards import Move, Plan
 from scavenger.weights.spool import Share, Spool
 from trainer.model import Learner
 from trainer.pinned import Pins, cuda_pins
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32, "float64": torch.float64}
 ROUND_NBYTES = 256 << 20  # borders that are under way at a time, of all ranks together
 HASHERS = 2  # threads that hash what is copied while more is copied
 _TOGETHER = 16  # chunks
@@ -70,16 +70,20 @@ class Publisher:
         self._spool = spool
         self._pool = Pool(most=4)
         self._layout: Layout | None = None
+        self._of_base = False  # what that layout is of
         self._made: Buffer | None = None
         self._pins: Pins | None = None  # where weights come from a GPU
 
     # ---------------------------------------------------------------- this rank's share
 
-    def make(self, learner: Learner, dtype: str) -> bytes:
-        """Copy this rank's share of the present weights, cast, into host memory. A collective. Returns its chunks' hashes, in order."""
+    def make(self, learner: Learner, dtype: str, *, base: bool = False) -> bytes:
+        """Copy this rank's share of the present weights, cast, into host memory. A collective. Returns its chunks' hashes, in order.
+
+        `base`: of what the adapters stand beside, not of the adapters.
+        """
         mesh = learner.mesh
-        if self._layout is None or self._layout.dtype != dtype:
-            self._layout = layout(learner.shapes(), dtype, mesh.get_local_rank(), mesh.size())
+        if self._layout is None or (self._layout.dtype, self._of_base) != (dtype, base):
+            self._layout, self._of_base = layout(learner.shapes(base=base), dtype, mesh.get_local_rank(), mesh.size()), base
         of = self._layout
         self._made = buffer = self._pool.take(of.total)
         with ThreadPoolExecutor(HASHERS, "weights-hash") as hashers:
@@ -88,7 +92,7 @@ class Publisher:
                 flat = torch.frombuffer(buffer.view, dtype=torch.uint8)
                 if mesh.device_type == "cuda":
                     self._pin(buffer, flat.data_ptr(), of, mesh)
-                for end in _copy(flat, learner, of):
+                for end in _copy(flat, learner, of, base=base):
                     hashing.copied(end)
                 for moves in shards.batches(of.plan.moves, ROUND_NBYTES):
                     _exchange(flat, moves, mesh)
@@ -102,7 +106,7 @@ class Publisher:
         self._pins = self._pins or cuda_pins()
         self._pins.pin(buffer, address, [*own, *served])
 
-    def seal(self, version: int, hashes: Sequence[bytes]) -> Manifest:
+    def seal(self, version: int, hashes: Sequence[bytes], adapter: Adapter | None = None) -> Manifest:
         """The manifest of what all ranks made, in their order. Raises `WeightsError` where they do not fit together."""
         of = self._layout
         assert of is not None
@@ -114,7 +118,7 @@ class Publisher:
             for place, chunk in enumerate(mine):
                 found[chunk] = told[place * manifests.HASH_NBYTES : (place + 1) * manifests.HASH_NBYTES]
         owners = of.plan.shards if len(hashes) > 1 else ()
-        return manifests.seal(version, of.table, tuple(found), chunk_nbytes=of.chunk_nbytes, shards=owners)
+        return manifests.seal(version, of.table, tuple(found), chunk_nbytes=of.chunk_nbytes, shards=owners, adapter=adapter)
 
     # ---------------------------------------------------------------- given out
 
@@ -139,11 +143,11 @@ class Publisher:
         return tuple(found)
 
 
-def _copy(flat: Tensor, learner: Learner, of: Layout) -> Iterator[int]:
+def _copy(flat: Tensor, learner: Learner, of: Layout, *, base: bool) -> Iterator[int]:
     """Each tensor's rows into place, cast on their way. Yields up to which byte of the blob all that this rank has is there."""
     place = {tensor.name: tensor for tensor in of.table}
     rank, ranks = learner.mesh.get_local_rank(), learner.mesh.size()
-    for name, value in learner.shards(place):
+    for name, value in learner.shards(place, base=base):
         tensor = place[name]
         count = tensor.shape[0] if tensor.shape else 1
         first, last = shards.rows(count, rank, ranks)

@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from scavenger import wire
+from scavenger.errors import WeightsError
 from scavenger.weights import manifest as manifests
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.spool import SCHEME
@@ -39,9 +40,10 @@ class Update(msgspec.Struct, frozen=True, tag=True):
 
 
 class Share(msgspec.Struct, frozen=True, tag=True):
-    """Copy and hash your share of the present weights."""
+    """Copy and hash your share of the present weights. `base`: of what adapters stand beside, not of the adapters."""
 
     dtype: str
+    base: bool = False
 
 
 class Offer(msgspec.Struct, frozen=True, tag=True):
@@ -91,8 +93,8 @@ def execute(learner: Learner, saver: Saver, publisher: Publisher, command: Comma
             return _encode(learner.proximal(micro))
         case Update(denominator, lr):
             return _encode(learner.update(denominator, lr))
-        case Share(dtype):
-            return publisher.make(learner, dtype)
+        case Share(dtype, base):
+            return publisher.make(learner, dtype, base=base)
         case Offer(manifest, mark):
             of, mesh = manifests.decode(manifest), learner.mesh
             return _encode(publisher.offer(of, mark, mesh.get_local_rank(), mesh.size()))
@@ -127,6 +129,7 @@ class Ranks:
         self._learner = learner
         self._saver = Saver()
         self._publisher = publisher
+        self._base = b""  # root of the base that was built
 
     @property
     def size(self) -> int:
@@ -159,9 +162,28 @@ class Ranks:
         """The optimizer step over everything since the last one. Returns the gradient's norm before clipping."""
         return float(msgspec.msgpack.decode(self._all([Update(denominator, lr)] * self.size)[0], type=float))
 
+    @property
+    def trains_adapters(self) -> bool:
+        return self._learner.adapter_scale != 0.0
+
+    def build_base(self, version: int) -> Manifest:
+        """The version that adapters are merged with, in the type in which it was stored. It comes before any version of adapters."""
+        made = self._publisher.seal(version, self._all([Share(self._learner.base_dtype, base=True)] * self.size))
+        self._base = made.root
+        return made
+
     def build_version(self, version: int, dtype: str) -> Manifest:
-        """Every rank casts, copies and hashes its share of the present weights; only hashes travel here."""
-        return self._publisher.seal(version, self._all([Share(dtype)] * self.size))
+        """Every rank casts, copies and hashes its share of the present weights; only hashes travel here.
+
+        Adapters are published as they are trained; `dtype` is what they and their base are to be rounded to.
+        """
+        if not self.trains_adapters:
+            return self._publisher.seal(version, self._all([Share(dtype)] * self.size))
+        if not self._base:
+            raise WeightsError(f"version {version} holds adapters, and their base was not published", "build the base first")
+        own = str(self._learner.dtype).removeprefix("torch.")
+        adapter = manifests.Adapter(self._base, self._learner.adapter_scale, dtype)
+        return self._publisher.seal(version, self._all([Share(own)] * self.size), adapter)
 
     def offer(self, manifest: Manifest) -> tuple[wire.WeightSource, ...]:
         """Every rank serves its share of the version that was just built, beside all that follows. Returns who has what, a disk last."""

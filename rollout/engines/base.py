@@ -10,8 +10,22 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from scavenger.errors import EngineError
-from scavenger.weights.manifest import TensorView
 from scavenger.wire import SampleKey, Sampling
+
+
+class Weight(Protocol):
+    """One weight to load: `manifest.TensorView`, or one that is made when its `data` is read (`merging.Merged`)."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def data(self) -> memoryview: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +114,7 @@ class Engine(Protocol):
 
     def info(self) -> EngineInfo: ...
 
-    async def load(self, version: int, tensors: Iterable[TensorView]) -> None:
+    async def load(self, version: int, tensors: Iterable[Weight]) -> None:
         """Replace the weights by verified ones; drops every KV cache entry. Requests in flight are aborted first.
 
         Raises `EngineError` when names, shapes or dtypes do not fit; the engine then holds no usable weights.

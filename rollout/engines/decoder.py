@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from rollout.engines.base import Delta, Request
+from rollout.engines.base import Delta, Request, Weight
 from rollout.engines.norms import wide_norms
 from rollout.engines.published import STORED, parse_config
 from rollout.engines.sampling import Draws, draw
 from rollout.engines.slots import SlotCache
 from scavenger.errors import EngineError
-from scavenger.weights.manifest import TensorView
 from scavenger.wire import EngineSpec
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -87,7 +86,7 @@ class Decoder:
         return int(self._model.get_output_embeddings().weight.shape[0])
 
     @torch.inference_mode()
-    def load(self, tensors: Iterable[TensorView]) -> None:
+    def load(self, tensors: Iterable[Weight]) -> None:
         """Replace every weight; raises `EngineError` when names, shapes or dtypes do not fit, and holds none then."""
         self.loaded = False
         self.clear()

@@ -10,8 +10,8 @@ import os
 from collections.abc import Sequence
 from types import TracebackType
 
+from rollout.engines.base import Weight
 from scavenger.errors import EngineError
-from scavenger.weights.manifest import TensorView
 
 ALIGN = 64
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -20,12 +20,12 @@ _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_
 class MemoryFile:
     """A copy of tensors. `path` opens it in any process of the same user while this object lives; nobody can change it any more."""
 
-    def __init__(self, views: Sequence[TensorView]) -> None:
+    def __init__(self, views: Sequence[Weight]) -> None:
         self.table: list[tuple[str, str, list[int], int, int]] = []
         offset = 0
         for view in views:
-            self.table.append((view.name, view.dtype, list(view.shape), offset, view.data.nbytes))
-            offset += -(-view.data.nbytes // ALIGN) * ALIGN
+            self.table.append((view.name, view.dtype, list(view.shape), offset, view.nbytes))
+            offset += -(-view.nbytes // ALIGN) * ALIGN
         self._fd = os.memfd_create("scavenger-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
         try:

@@ -16,6 +16,7 @@ import torch
 from transformers.models.auto.configuration_auto import AutoConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
+from rollout.engines.base import Weight
 from scavenger.errors import EngineError
 from scavenger.weights.manifest import TensorView
 
@@ -60,7 +61,7 @@ def layout(config: Any) -> Layout:
     return Layout({name: tuple(p.shape) for name, p in named.items()}, (first, *map(tuple, groups.values())))
 
 
-def checked(of: Layout, views: Sequence[TensorView]) -> list[TensorView]:
+def checked(of: Layout, views: Sequence[Weight]) -> list[Weight]:
     """The views under the names that engines are given, tied ones once. Raises `EngineError` unless they are the model's, all of them."""
     by_name = {view.name: view for view in views}
     for view in views:
@@ -71,10 +72,11 @@ def checked(of: Layout, views: Sequence[TensorView]) -> list[TensorView]:
     missing = sorted(names[0] for names in of.tied if not any(name in by_name for name in names))
     if missing:
         raise EngineError(f"{len(missing)} weights are missing, the first is {missing[0]!r}", "publish all weights")
-    chosen = []
+    chosen: list[Weight] = []
     for names in of.tied:
         given = [by_name[name] for name in names if name in by_name]
-        if any(other.data != given[0].data for other in given[1:]):
+        if len(given) > 1 and any(other.data != given[0].data for other in given[1:]):
             raise EngineError(f"weight {given[1].name!r} is tied to another one and differs from it", "publish it once")
-        chosen.append(TensorView(names[0], given[0].dtype, given[0].shape, given[0].data))
+        same = given[0].name == names[0]  # what is made when it is read is not read here
+        chosen.append(given[0] if same else TensorView(names[0], given[0].dtype, given[0].shape, given[0].data))
     return sorted(chosen, key=lambda view: view.name)

@@ -26,10 +26,9 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from rollout.engines.base import Delta, EngineInfo, Host, Request, refuse_impossible
+from rollout.engines.base import Delta, EngineInfo, Host, Request, Weight, refuse_impossible
 from rollout.engines.decoder import Decoder
 from scavenger.errors import EngineError, told
-from scavenger.weights.manifest import TensorView
 from scavenger.wire import EngineSpec
 
 P = ParamSpec("P")
@@ -75,7 +74,7 @@ class ReferenceEngine:
         cache = spec.max_batch * spec.context_length  # a slot for each
         return EngineInfo(NAME, spec.max_batch, spec.context_length, self._decoder.vocab_size, cache_tokens=cache)
 
-    async def load(self, version: int, tensors: Iterable[TensorView]) -> None:
+    async def load(self, version: int, tensors: Iterable[Weight]) -> None:
         self._forget_all()
         self._usable = False
         await self._compute(self._decoder.load, tensors)

@@ -11,9 +11,8 @@ from collections.abc import Iterable, Sequence
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from rollout.engines.base import Delta, Engine, EngineInfo, Request
+from rollout.engines.base import Delta, Engine, EngineInfo, Request, Weight
 from scavenger.errors import EngineError
-from scavenger.weights.manifest import TensorView
 
 
 class Matcher:
@@ -105,7 +104,7 @@ class Stopping:
             self._matchers.pop(handle, None)
         await self._engine.abort(gone)
 
-    async def load(self, version: int, tensors: Iterable[TensorView]) -> None:
+    async def load(self, version: int, tensors: Iterable[Weight]) -> None:
         self._matchers.clear()
         await self._engine.load(version, tensors)
 

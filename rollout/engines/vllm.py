@@ -24,12 +24,11 @@ import structlog
 import torch
 
 from rollout.engines import checksum, published, vllm_setup
-from rollout.engines.base import Delta, EngineInfo, Host, Request, refuse_impossible
+from rollout.engines.base import Delta, EngineInfo, Host, Request, Weight, refuse_impossible
 from rollout.engines.checksum import Sum
 from rollout.engines.memory_file import MemoryFile
 from rollout.engines.seeds import lease_seed
 from scavenger.errors import EngineError, told
-from scavenger.weights.manifest import TensorView
 from scavenger.wire import EngineSpec
 
 NAME = "vllm"
@@ -102,7 +101,7 @@ class VllmEngine:
         self._wipes = 0
         self._usable = False
         self._asleep = False
-        self._pending: tuple[int, list[TensorView]] | None = None  # arrived while asleep
+        self._pending: tuple[int, list[Weight]] | None = None  # arrived while asleep
 
     async def prepare(self) -> None:
         """Watch the core, and put our hooks into it."""
@@ -121,7 +120,7 @@ class VllmEngine:
 
     # ------------------------------------------------------------ weights
 
-    async def load(self, version: int, tensors: Iterable[TensorView]) -> None:
+    async def load(self, version: int, tensors: Iterable[Weight]) -> None:
         await self._end_streams()
         self._usable, self._pending = False, None
         views = published.checked(self._layout, list(tensors))
@@ -133,7 +132,7 @@ class VllmEngine:
                 await self._go_on()
         self._usable = True
 
-    async def _place(self, version: int, views: Sequence[TensorView]) -> None:
+    async def _place(self, version: int, views: Sequence[Weight]) -> None:
         """Pause, replace, verify. What is cached is of the old weights: nothing may run before `_go_on`."""
         llm = self._llm
         await self._call(llm.pause_generation(mode="abort"))

@@ -92,7 +92,7 @@ def arguments(spec: EngineSpec, host: Host, folder: Path, config: Any, gpu: bool
         "dtype": spec.dtype,
         "max_model_len": spec.context_length,
         "max_num_seqs": spec.max_batch,
-        "tensor_parallel_size": host.gpus if gpu else 1,
+        "tensor_parallel_size": host.gpus,
         "enable_prefix_caching": True,
         "scheduling_policy": "priority",
         "logprobs_mode": "processed_logprobs",
@@ -104,5 +104,5 @@ def arguments(spec: EngineSpec, host: Host, folder: Path, config: Any, gpu: bool
     }
     if gpu:
         return chosen | {"gpu_memory_utilization": spec.memory_share, "enforce_eager": spec.eager}
-    chosen["distributed_executor_backend"] = "uni"  # one process less than vLLM's choice
+    chosen["distributed_executor_backend"] = "uni" if host.gpus == 1 else "mp"  # "uni": one process less than vLLM's choice
     return chosen | {"enforce_eager": True, "block_size": CPU_BLOCK, "kv_cache_memory_bytes": cache_nbytes(config, spec)}

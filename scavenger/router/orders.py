@@ -8,9 +8,10 @@ from __future__ import annotations
 from scavenger.router import samples as sm
 from scavenger.router.core import Core
 from scavenger.router.policy import Toggled, WorkerReady
-from scavenger.router.state import Version, Worker, WorkerStatus
+from scavenger.router.state import Run, Version, Worker, WorkerStatus
 from scavenger.weights.directory import refused
 from scavenger.wire import (
+    BaseWeights,
     Drain,
     Heartbeat,
     Serving,
@@ -161,12 +162,32 @@ def _send_to_holders(core: Core, worker: Worker, version: Version, *, more: bool
     """Tell the worker whom to pull from, and what it alone holds of what the run still needs."""
     run = worker.run
     choice = run.directory.choose(version.version, worker.id, worker.node, version.sources)
-    worker.offered, worker.offered_at = run.directory.revision(version.version), core.now
+    worker.offered, worker.offered_at = _revision(run, version), core.now
     needed = {*run.queue.versions(), *run.leased} - {version.version}
     served = {v for v in needed if run.conn is not None and v in run.versions and run.versions[v].sources}  # its trainer has them
     keep = tuple(sorted(v for v in needed - served if run.directory.last_holder(v) == worker.id))
-    manifest = b"" if more else version.manifest
-    core.send_durable(worker.conn, UseWeights(version.version, manifest, choice.sources, keep, more, run.encrypt))  # behind its Welcome
+    manifest, base = b"" if more else version.manifest, _base(worker, version, more=more)
+    core.send_durable(
+        worker.conn, UseWeights(version.version, manifest, choice.sources, keep, more, run.encrypt, base)
+    )  # behind its Welcome  # fmt: skip
+
+
+def _base(worker: Worker, version: Version, *, more: bool) -> BaseWeights | None:
+    """What the version's adapters are merged with. Of the two it is by far the larger, so the worker counts as one that reads this."""
+    run = worker.run
+    base = run.base_of(version)
+    if base is None:
+        return None
+    sources = base.sources
+    if not run.directory.holds(base.version, worker.id):
+        sources = run.directory.choose(base.version, worker.id, worker.node, base.sources).sources
+    return BaseWeights(base.version, b"" if more else base.manifest, sources)
+
+
+def _revision(run: Run, version: Version) -> int:
+    """Grows whenever somebody begins or ceases to hold what a worker pulls for this version."""
+    base = run.base_of(version)
+    return run.directory.revision(version.version) + (run.directory.revision(base.version) if base is not None else 0)
 
 
 def more_holders(core: Core, worker: Worker) -> None:
@@ -174,7 +195,7 @@ def more_holders(core: Core, worker: Worker) -> None:
     version = worker.run.versions.get(worker.asked_version)
     if version is None or worker.status is not WorkerStatus.LOADING or worker.asked_version == worker.loaded_version or worker.conn is None:
         return
-    if worker.offered != worker.run.directory.revision(version.version) and core.now - worker.offered_at >= OFFER_S:
+    if worker.offered != _revision(worker.run, version) and core.now - worker.offered_at >= OFFER_S:
         _send_to_holders(core, worker, version, more=True)
 
 

@@ -12,6 +12,7 @@ from scavenger.ledger import records as rec
 from scavenger.router import samples as sm
 from scavenger.router.core import Core
 from scavenger.router.state import Group, Run, Sample, SampleStatus, Version, Worker, WorkerStatus
+from scavenger.weights import manifest as manifests
 from scavenger.weights.directory import Directory
 from scavenger.wire import EngineSpec, Reply, RunOpened, Sampling
 
@@ -147,7 +148,7 @@ def _restore_run(core: Core, state: rec.RunState) -> Run:
     run.attempt, run.resume_step, run.last_step = state.attempt, state.resume_step, state.last_step
     run.trainer_seen, run.ended = core.now, state.ended
     for v in state.versions:
-        run.versions[v.version] = Version(v.version, v.step, v.root, v.manifest)
+        run.versions[v.version] = Version(v.version, v.step, v.root, v.manifest, base=manifests.base_of(v.manifest))
     run.next_version = max(run.versions, default=0) + 1
     return run
 

@@ -14,6 +14,7 @@ from scavenger.router.core import Core
 from scavenger.router.events import Identity
 from scavenger.router.policy import WindowMoved
 from scavenger.router.state import PEER_BURST, PEER_EVERY_S, Run, SampleStatus, Version, WorkerStatus
+from scavenger.weights import manifest as manifests
 from scavenger.weights.directory import Directory
 from scavenger.wire import (
     PROTOCOL,
@@ -224,13 +225,16 @@ def _publish(core: Core, run: Run, body: PublishVersion) -> ReplyBody:
     if len(body.manifest) > MAX_MANIFEST_BYTES or len(body.sources) > MAX_SOURCES:
         why = f"a manifest of {len(body.manifest):,} bytes and {len(body.sources)} sources, over {MAX_MANIFEST_BYTES:,} and {MAX_SOURCES}"
         return Denied("invalid", why, "use fewer and larger tensors, or fewer sources: every engine is sent them")
-    known = run.versions.get(body.version)
+    known, base = run.versions.get(body.version), manifests.base_of(body.manifest)
     if known is not None and known.root == body.root:
-        known.sources, known.manifest = body.sources, body.manifest  # the manifest of an old version was let go
+        known.sources, known.manifest, known.base = body.sources, body.manifest, base  # the manifest of an old version was let go
         return Ok()
     if body.version < run.next_version:
         return Denied("invalid", f"version {body.version} was used before", f"the next one is {run.next_version}")
-    run.versions[body.version] = Version(body.version, body.step, body.root, body.manifest, body.sources)
+    if base and not any(version.root == base for version in run.versions.values()):
+        why = f"version {body.version} is to be merged with weights of root {base.hex()}, and no version of this run has them"
+        return Denied("invalid", why, "publish the base first; adapters of another base do not fit this run")
+    run.versions[body.version] = Version(body.version, body.step, body.root, body.manifest, body.sources, base)
     run.next_version = body.version + 1
     core.record(
         rec.VersionPublished(run.id, body.version, body.step, run.attempt, body.root, body.manifest, body.nbytes, core.now)

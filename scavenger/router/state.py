@@ -173,6 +173,7 @@ class Version:
     root: bytes
     manifest: bytes
     sources: tuple[WeightSource, ...] = ()  # none: published before the daemon restarted, not announced again yet
+    base: bytes = b""  # root of the version that its adapters are merged with; empty: it holds weights
 
 
 @dataclass(slots=True)
@@ -234,7 +235,14 @@ class Run:
     def held(self, version: int) -> bool:
         """Whether anybody can give out this version's bytes: its trainer, a disk or an engine."""
         known = self.versions.get(version)
-        return known is not None and (bool(known.sources) or (bool(known.manifest) and self.directory.available(version)))
+        if known is None or not (known.sources or (known.manifest and self.directory.available(version))):
+            return False
+        return not known.base or self.base_of(known) is not None
+
+    def base_of(self, version: Version) -> Version | None:
+        """The version whose weights this one's adapters are merged with, the newest of equal ones; None where nobody can give it out."""
+        equal = [known for known in self.versions.values() if version.base and known.root == version.base and known.manifest]
+        return next((known for known in reversed(equal) if known.sources or self.directory.available(known.version)), None)
 
 
 @dataclass(slots=True)

@@ -220,8 +220,9 @@ def trained(core: Core, run: Run, body: Trained) -> None:
 def retire_versions(run: Run, keep: int = 4) -> None:
     """Forget manifests that nobody can ask for again; roots of a replay come back with the history."""
     used = {g.version for g in run.by_key.values()}
+    bases = {run.versions[v].base for v in (*used, *sorted(run.versions)[-keep:]) if v in run.versions}
     for version in sorted(run.versions)[:-keep]:
-        if version not in used:
+        if version not in used and run.versions[version].root not in bases:
             run.versions[version].manifest = b""
             run.versions[version].sources = ()
             run.directory.forget(version)

@@ -108,6 +108,11 @@ class Directory:
         """Whether an engine holds all of it."""
         return any(holder.source.complete for holder in self._holders.get(version, {}).values())
 
+    def holds(self, version: int, worker: int) -> bool:
+        """Whether this worker holds all of it."""
+        holder = self._holders.get(version, {}).get(worker)
+        return holder is not None and holder.source.complete
+
     def last_holder(self, version: int) -> int | None:
         """The only worker that holds all of the version, if there is only one."""
         complete = [holder.worker for holder in self._holders.get(version, {}).values() if holder.source.complete]

@@ -60,6 +60,11 @@ def write(manifest: Manifest, blob: memoryview, out: Path, model: Path | None = 
     """
     if out.exists():
         raise WeightsError(f"{out} exists", "name a new folder")
+    if manifest.adapter is not None:
+        raise WeightsError(
+            f"version {manifest.version} holds adapters alone, of base {manifest.adapter.base.hex()}",
+            "export the checkpoint, which merges them: scavenger checkpoint export RUN.toml OUT",
+        )
     if model is not None and not (model / "config.json").is_file():
         raise WeightsError(f"{model} holds no config.json", "give the folder of the Hugging Face model that was trained")
     if manifests.hashes_of(blob, manifest.chunk_nbytes) != manifest.chunk_hashes:

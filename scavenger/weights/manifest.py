@@ -24,6 +24,7 @@ CHUNK_NBYTES = 1 << 20
 LARGE_CHUNK_NBYTES = 4 << 20  # of a blob above LARGE_BLOB_NBYTES: a manifest's size and the choice among chunks stay small
 LARGE_BLOB_NBYTES = 8 << 30
 HASH_NBYTES = 16  # xxh3-128
+ROOT_NBYTES = 32  # blake3
 MAX_CHUNK_NBYTES = 64 << 20  # a receiver holds a few chunks beside the blob
 ITEMSIZE = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "int8": 1, "uint8": 1}
 
@@ -36,6 +37,10 @@ class TensorView:
     dtype: str
     shape: tuple[int, ...]
     data: memoryview
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
 
 
 class Tensor(msgspec.Struct, frozen=True):
@@ -56,6 +61,17 @@ class Shard(msgspec.Struct, frozen=True):
     stop: int
 
 
+class Adapter(msgspec.Struct, frozen=True):
+    """What makes weights of a version that holds low-rank adapters alone: W0 + scale * B A, rounded to `dtype`.
+
+    `base`: root hash of the version with every W0. A and B are the tensors `<layer>.lora_A.weight` and `<layer>.lora_B.weight`.
+    """
+
+    base: bytes
+    scale: float
+    dtype: str
+
+
 class Manifest(msgspec.Struct, frozen=True):
     """`root` is the hash of what the bytes are: equal roots are equal weights, whatever their number, parents and owners."""
 
@@ -67,6 +83,7 @@ class Manifest(msgspec.Struct, frozen=True):
     chunk_hashes: tuple[bytes, ...]
     root: bytes
     shards: tuple[Shard, ...] = ()  # none: one owner of everything
+    adapter: Adapter | None = None  # none: these are weights as they are
 
     def chunk_range(self, index: int) -> tuple[int, int]:
         """Byte range [start, stop) of a chunk in the blob."""
@@ -82,8 +99,9 @@ def chunk_nbytes_of(total_nbytes: int) -> int:
     return CHUNK_NBYTES if total_nbytes <= LARGE_BLOB_NBYTES else LARGE_CHUNK_NBYTES
 
 
-def _root(tensors: Sequence[Tensor], total: int, chunk_nbytes: int, hashes: Sequence[bytes]) -> bytes:
-    return blake3.blake3(msgspec.msgpack.encode([list(tensors), total, chunk_nbytes, list(hashes)])).digest()
+def _root(tensors: Sequence[Tensor], total: int, chunk_nbytes: int, hashes: Sequence[bytes], adapter: Adapter | None) -> bytes:
+    named = [list(tensors), total, chunk_nbytes, list(hashes), *([adapter] if adapter is not None else [])]
+    return blake3.blake3(msgspec.msgpack.encode(named)).digest()
 
 
 def layout(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> tuple[Tensor, ...]:
@@ -113,10 +131,12 @@ def seal(
     parents: tuple[bytes, ...] = (),
     chunk_nbytes: int,
     shards: tuple[Shard, ...] = (),
+    adapter: Adapter | None = None,
 ) -> Manifest:
     """The manifest of a blob that was laid out by `layout` and whose chunks have these hashes."""
     total = table[-1].offset + table[-1].nbytes if table else 0
-    return Manifest(version, parents, table, total, chunk_nbytes, hashes, _root(table, total, chunk_nbytes, hashes), shards)
+    root = _root(table, total, chunk_nbytes, hashes, adapter)
+    return Manifest(version, parents, table, total, chunk_nbytes, hashes, root, shards, adapter)
 
 
 def build(
@@ -125,6 +145,7 @@ def build(
     parents: tuple[bytes, ...] = (),
     chunk_nbytes: int = 0,
     blob: memoryview | None = None,
+    adapter: Adapter | None = None,
 ) -> tuple[Manifest, memoryview]:
     """Lay `name -> (dtype, shape, bytes)` out as a blob and hash it. Returns the manifest and the blob (`blob`, where it is given)."""
     table = layout({name: (dtype, shape) for name, (dtype, shape, _) in tensors.items()})
@@ -137,7 +158,7 @@ def build(
         if data.nbytes:
             view[tensor.offset : tensor.offset + tensor.nbytes] = data.cast("B")
     size = chunk_nbytes or chunk_nbytes_of(total)
-    return seal(version, table, hashes_of(view, size), parents=parents, chunk_nbytes=size), view
+    return seal(version, table, hashes_of(view, size), parents=parents, chunk_nbytes=size, adapter=adapter), view
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -167,10 +188,34 @@ def decode(data: bytes, expected_root: bytes | None = None, *, any_chunk: bool =
     if offset != manifest.total_nbytes or len(manifest.chunk_hashes) != -(-offset // manifest.chunk_nbytes):
         raise WeightsError("the manifest's tensors and chunks do not add up to its total")
     _check_shards(manifest)
-    root = _root(manifest.tensors, manifest.total_nbytes, manifest.chunk_nbytes, manifest.chunk_hashes)
+    of = manifest.adapter
+    if of is not None and not (len(of.base) == ROOT_NBYTES and math.isfinite(of.scale) and of.dtype in ITEMSIZE):
+        raise WeightsError(f"the manifest of version {manifest.version} names no base, scale or dtype that adapters can have")
+    root = _root(manifest.tensors, manifest.total_nbytes, manifest.chunk_nbytes, manifest.chunk_hashes, of)
     if root != manifest.root or (expected_root is not None and root != expected_root):
         raise WeightsError("the manifest does not match its root hash")
     return manifest
+
+
+class _Named(msgspec.Struct):
+    root: bytes = b""
+    adapter: Adapter | None = None
+
+
+def named(data: bytes) -> tuple[bytes, bytes]:
+    """An encoded manifest's root, and that of the version which its adapters are merged with; b"" where there is none, or no manifest.
+
+    For who passes manifests on without using them: nothing is checked, which receivers do.
+    """
+    try:
+        found = msgspec.msgpack.decode(data, type=_Named)
+    except msgspec.MsgspecError:
+        return b"", b""
+    return found.root, found.adapter.base if found.adapter is not None else b""
+
+
+def base_of(data: bytes) -> bytes:
+    return named(data)[1]
 
 
 def _check_shards(manifest: Manifest) -> None:

@@ -70,7 +70,7 @@ Found = tuple[Part | NoSuch | Holds, memoryview | None]
 
 
 class Shelf:
-    """Thread-safe. `keep` complete versions are served; one more retires the oldest."""
+    """Thread-safe. `keep` complete versions are served; one more retires the oldest. The base of served adapters is kept beside."""
 
     def __init__(
         self, keep: int, lease_s: float, clock: Callable[[], float] = time.monotonic, deltas: Relay | None = None
@@ -103,7 +103,9 @@ class Shelf:
                 token = secrets.token_bytes(TOKEN_NBYTES)
                 parts = None if chunks is None else tuple(chunks)
                 present = self._held[manifest.version] = Held(manifest, blob.toreadonly(), token, buffer, here, parts=parts)
-                for old in [v for v, held in self._held.items() if not held.leaving][: -self._keep]:
+                served = {v: held.manifest for v, held in self._held.items() if not held.leaving}
+                bases = {of.adapter.base for of in served.values() if of.adapter is not None}
+                for old in [v for v, of in served.items() if of.root not in bases][: -self._keep]:
                     self._retire(old)
                 if not empty:
                     self.deltas.published(manifest, present.blob, chunks)

@@ -143,8 +143,16 @@ class Spool:
         if final.exists():  # an older attempt's, which never told the ledger of it
             shutil.rmtree(final)
         part.rename(final)
-        for old in self.versions()[: -self._keep]:
+        for old in self._surplus():
             shutil.rmtree(self._folder / f"version-{old}", ignore_errors=True)
+
+    def _surplus(self) -> list[int]:
+        """All but the newest versions, and what their adapters are merged with."""
+        here = {version: manifests.named((self._folder / f"version-{version}" / MANIFEST).read_bytes()) for version in self.versions()}
+        newest = [*here][-self._keep :]
+        bases = {here[version][1] for version in newest} - {b""}
+        needed = {root: version for version, (root, _) in here.items() if root in bases}  # of equal ones the newest
+        return [version for version in here if version not in newest and version not in needed.values()]
 
     def versions(self) -> list[int]:
         """What is complete, oldest first."""

@@ -16,7 +16,8 @@ import structlog
 from scavenger import wire
 from scavenger.errors import ScavengerError, WeightsError
 from scavenger.keys import KeyPair
-from scavenger.weights import rdma
+from scavenger.weights import delta, rdma
+from scavenger.weights import manifest as manifests
 from scavenger.weights.deltas import Relay
 from scavenger.weights.directory import in_clear
 from scavenger.weights.manifest import Manifest
@@ -39,6 +40,13 @@ def _allowed(sources: Sequence[wire.WeightSource], encrypt: bool) -> list[wire.W
     if clear:
         _log.warning("weights.clear_source", sources=clear, reason="weights.encrypt is set, and they serve in the clear")
     return [source for source in sources if source.endpoint not in clear]
+
+
+def _sources_of(weights: wire.UseWeights, version: int) -> tuple[wire.WeightSource, ...]:
+    """The named holders of this version: that which is to be used, or its base."""
+    if weights.version == version:
+        return weights.sources
+    return weights.base.sources if weights.base is not None and weights.base.version == version else ()
 
 
 class Store:
@@ -81,6 +89,27 @@ class Store:
             self.verify_s = 0.0
             return await self._get(manifest, weights, deadline_s)
 
+    async def get_base(self, manifest: Manifest, weights: wire.UseWeights, deadline_s: float) -> tuple[Manifest, Buffer]:
+        """What the adapters of `manifest` are merged with: here already, or pulled as any version. Raises `WeightsError`.
+
+        It stays until a version of another base is asked for; so does what is held beside it, until `get` asks for the adapters.
+        """
+        assert manifest.adapter is not None
+        root, said = manifest.adapter.base, weights.base
+        if said is None:
+            here = next((held for held in self._held.values() if held[0].root == root), None)
+            if here is None:
+                cause = f"version {manifest.version} needs the weights of root {root.hex()}, and nobody who holds them was named"
+                raise WeightsError(cause, "the trainer publishes the base before its adapters, and again when it reconnects")
+            return here
+        base = manifests.decode(said.manifest)
+        if base.root != root:
+            cause = f"version {manifest.version} is of the base {root.hex()}, and what was named as its base is {base.root.hex()}"
+            raise WeightsError(cause, "publish the base that the adapters were trained on")
+        keep = (*weights.keep, *self._held)
+        asked = wire.UseWeights(base.version, said.manifest, said.sources, keep, encrypt=weights.encrypt)
+        return base, await self.get(base, asked, deadline_s)
+
     async def _get(self, manifest: Manifest, weights: wire.UseWeights, deadline_s: float) -> Buffer:
         for version, (held, buffer) in self._held.items():
             if held.root == manifest.root:  # published again under another number, or asked for again
@@ -88,7 +117,7 @@ class Store:
                 return self._now_held(manifest, buffer, weights)
         work = self._pull
         if work is None or work.manifest.root != manifest.root:
-            newest = self._held[max(self._held)] if self._held else None
+            newest = next((held for _, held in sorted(self._held.items(), reverse=True) if delta.same_layout(held[0], manifest)), None)
             work = self._pull = None  # what arrived of another version is of no use
             memory = self._pool.take(manifest.total_nbytes)
             self._relay.bound(int(RELAYED_SHARE * manifest.total_nbytes))
@@ -98,7 +127,7 @@ class Store:
             )  # fmt: skip
         else:
             work.again(manifest)
-        more = self._more.sources if self._more is not None and self._more.version == weights.version else ()
+        more = _sources_of(self._more, weights.version) if self._more is not None else ()
         work.offer(_allowed((*weights.sources, *more), weights.encrypt))
         partial = asyncio.get_running_loop().call_later(self._announce_s, self._serve_partial, work, weights)
         try:
@@ -113,8 +142,8 @@ class Store:
     def offer(self, weights: wire.UseWeights) -> None:
         """More holders of the version that is being pulled, or is about to be."""
         self._more = weights
-        if self._pull is not None and self._pull.manifest.version == weights.version:
-            self._pull.offer(_allowed(weights.sources, weights.encrypt))
+        if self._pull is not None:
+            self._pull.offer(_allowed(_sources_of(weights, self._pull.manifest.version), weights.encrypt))
 
     def close(self) -> None:
         self._pace.close()

@@ -193,11 +193,20 @@ class HeartbeatAck(Message, frozen=True):
     number: int = 0  # grows by one per worker; its next heartbeat says the last one that it heard
 
 
+class BaseWeights(Part, frozen=True):
+    """The version whose weights adapters are merged with, and who holds it. `manifest` as in `UseWeights`; empty where `more` is."""
+
+    version: int
+    manifest: bytes
+    sources: tuple[WeightSource, ...]
+
+
 class UseWeights(Message, frozen=True):
     """Load this version before anything else is generated. `manifest` is an encoded weights.manifest.Manifest.
 
     `more`: the version is being pulled already, and these are its holders now; no manifest. `keep`: versions that nobody else holds
     and that are still needed; go on serving them. `encrypt`: the run's weights cross no network in the clear, whatever the sources are.
+    `base`: of a version that holds adapters, what they are merged with; pulled first by who lacks it.
     """
 
     version: int
@@ -206,6 +215,7 @@ class UseWeights(Message, frozen=True):
     keep: tuple[int, ...] = ()
     more: bool = False
     encrypt: bool = False
+    base: BaseWeights | None = None
 
 
 class Assign(Message, frozen=True):

@@ -8,20 +8,21 @@ import os
 import signal
 import sys
 import time
+from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import ModuleType
 
+import msgspec
 import pytest
 
-from rollout.engines.base import Delta, EngineInfo, Host, Request
+from rollout.engines.base import Delta, EngineInfo, Host, Request, Weight
 from rollout.events import EXIT_DRAINED, EXIT_ENGINE_FAILED, EXIT_PREEMPTED, EXIT_REFUSED, Identity, Leave, Limits
 from rollout.worker import Options, Worker
 from scavenger import __version__, keys, wire
 from scavenger.errors import EngineError
 from scavenger.weights import manifest as manifests
-from scavenger.weights.manifest import TensorView
 from scavenger.weights.pull import pull
 from scavenger.weights.source import WeightSource
 from scavenger.wire import EngineSpec, Held, Lease, SampleKey, Sampling, pack_tokens
@@ -47,7 +48,7 @@ class Scripted:
     def info(self) -> EngineInfo:
         return EngineInfo("scripted", 8, 128, 2000)
 
-    async def load(self, version: int, tensors: Iterable[TensorView]) -> None:
+    async def load(self, version: int, tensors: Iterable[Weight]) -> None:
         self.requests.clear()
         self.calls.append(f"load {version} {sum(len(t.data) for t in tensors)}")
 
@@ -221,6 +222,35 @@ def test_a_worker_serves_on_what_it_loaded_and_says_so_again_to_a_restarted_daem
     play(scene)
 
 
+def test_adapters_are_merged_with_their_base_which_is_pulled_first_and_once(play: Run) -> None:
+    base, blob = manifests.build(1, {"a.weight": ("float32", (16, 8), memoryview(bytes(512)))})
+
+    def adapters(number: int) -> tuple[manifests.Manifest, memoryview]:
+        data = memoryview(bytearray(array("f", [float(number)] * 32).tobytes()))
+        tensors = {"a.lora_A.weight": ("float32", (2, 8), data[:64]), "a.lora_B.weight": ("float32", (16, 2), data)}
+        return manifests.build(number, tensors, adapter=manifests.Adapter(base.root, 0.5, "bfloat16"))
+
+    async def scene(stage: Stage) -> None:
+        await stage.daemon.expect(wire.WorkerHello)
+        stage.welcome()
+        under = wire.BaseWeights(1, manifests.encode(base), (stage.source.publish(base, blob),))
+        for number in (2, 3):
+            manifest, own = adapters(number)
+            order = wire.UseWeights(number, manifests.encode(manifest), (stage.source.publish(manifest, own),), base=under)
+            wrong = wire.BaseWeights(9, order.manifest, order.sources)
+            stage.daemon.send(msgspec.structs.replace(order, base=wrong))
+            assert f"is of the base {base.root.hex()}, and" in (await stage.daemon.expect(wire.WeightsFailed)).reason
+            stage.daemon.send(order)
+            loaded = await stage.daemon.expect(wire.WeightsLoaded)
+            assert (loaded.version, loaded.root) == (number, manifest.root)
+        assert stage.engine.calls == ["load 2 256", "load 3 256"], "16 x 8 numbers in bfloat16"
+        assert stage.source.stats.nbytes + 512 * stage.source.stats.mapped <= 2 * (512 + 192)
+        said = {said.version for said in stage.daemon.inbox if isinstance(said, wire.Serving)}
+        assert said >= {1, 2, 3}
+
+    play(scene)
+
+
 def test_a_pull_whose_only_holder_is_silent_goes_on_with_those_that_the_daemon_names(play: Run) -> None:
     async def scene(stage: Stage) -> None:
         await stage.daemon.expect(wire.WorkerHello)
@@ -229,6 +259,25 @@ def test_a_pull_whose_only_holder_is_silent_goes_on_with_those_that_the_daemon_n
         nobody = wire.WeightSource("tcp://127.0.0.1:1", "", bytes(32))
         stage.daemon.send(wire.UseWeights(1, manifests.encode(manifest), (nobody,)))
         stage.daemon.send(wire.UseWeights(1, b"", (nobody, stage.source.publish(manifest, blob)), more=True))
+        assert (await stage.daemon.expect(wire.WeightsLoaded)).root == manifest.root
+
+    play(scene)
+
+
+def test_a_base_whose_only_holder_is_silent_comes_from_those_that_the_daemon_names_later(play: Run) -> None:
+    async def scene(stage: Stage) -> None:
+        await stage.daemon.expect(wire.WorkerHello)
+        stage.welcome()
+        base, blob = manifests.build(1, {"a.weight": ("float32", (2, 2), memoryview(bytes(16)))})
+        nothing = memoryview(bytes(8))
+        tensors = {"a.lora_A.weight": ("float32", (1, 2), nothing), "a.lora_B.weight": ("float32", (2, 1), nothing)}
+        manifest, own = manifests.build(2, tensors, adapter=manifests.Adapter(base.root, 1.0, "float32"))
+        sources = (stage.source.publish(manifest, own),)
+        nobody = wire.WeightSource("tcp://127.0.0.1:1", "", bytes(32))
+        first = wire.BaseWeights(1, manifests.encode(base), (nobody,))
+        stage.daemon.send(wire.UseWeights(2, manifests.encode(manifest), sources, base=first))
+        later = wire.BaseWeights(1, b"", (nobody, stage.source.publish(base, blob)))
+        stage.daemon.send(wire.UseWeights(2, b"", sources, more=True, base=later))
         assert (await stage.daemon.expect(wire.WeightsLoaded)).root == manifest.root
 
     play(scene)

@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 from scavenger.router import orders
+from scavenger.weights import manifest as manifests
 from scavenger.weights.directory import PEERS
-from scavenger.wire import Goodbye, PublishVersion, Serving, UseWeights, WeightsFailed, WeightsLoaded, WeightSource, Welcome
-from tests.router.harness import SOURCE, Bench, root, started
+from scavenger.wire import (
+    BaseWeights,
+    Denied,
+    Goodbye,
+    Ok,
+    PublishVersion,
+    Serving,
+    UseWeights,
+    WeightsFailed,
+    WeightsLoaded,
+    WeightSource,
+    Welcome,
+)
+from tests.router.harness import SOURCE, Bench, root, specs, started
 from tests.router.moves import W1, W2, finish_all
 
 W3 = 13
@@ -171,3 +184,94 @@ def test_an_old_version_is_forgotten_with_its_holders() -> None:
     finish_all(bench, W1, leases)
     bench.commit_step(1, [leases[0].sample_id])
     assert not run.directory.available(1)
+
+
+# ---------------------------------------------------------------- adapters and their base
+
+
+def made(number: int, base: bytes = b"", step: int = 0) -> PublishVersion:
+    """A version as a trainer publishes it: adapters where `base` names what they are merged with."""
+    adapter = manifests.Adapter(base, 2.0, "bfloat16") if base else None
+    value = memoryview(bytes([number if base else 0]))  # all bases are equal
+    manifest, _ = manifests.build(number, {"w": ("int8", (1,), value)}, adapter=adapter)
+    return PublishVersion(number, step, manifest.root, manifests.encode(manifest), (SOURCE,))
+
+
+def with_adapters() -> tuple[Bench, PublishVersion, PublishVersion]:
+    """A bench whose run published a base, 1, and adapters, 2, of which one sample is asked."""
+    bench = Bench()
+    bench.open()
+    base = made(1)
+    adapters = made(2, base.root)
+    assert [bench.call(base), bench.call(adapters)] == [Ok(), Ok()]
+    bench.submit(version=2, groups=specs(1, n=1))
+    bench.auto = True
+    return bench, base, adapters
+
+
+def test_adapters_come_with_their_base_and_with_those_who_hold_it() -> None:
+    bench, base, adapters = with_adapters()
+    bench.hello(W1)
+    whole = UseWeights(2, adapters.manifest, (SOURCE,), base=BaseWeights(1, base.manifest, (SOURCE,)))
+    assert asked(bench, W1) == [whole]
+    bench.hello(W2)
+    asked(bench, W2)
+    bench.say(W1, Serving(1, base.root, engine(1)))
+    bench.tick(1.0)
+    assert asked(bench, W2) == [UseWeights(2, b"", (SOURCE,), more=True, base=BaseWeights(1, b"", (SOURCE, engine(1))))]
+    bench.say(W1, WeightsLoaded(2, adapters.root))
+    assert len(bench.leases(W1)) == 1
+
+
+def test_adapters_of_a_base_that_the_run_never_published_are_refused_with_its_hash() -> None:
+    bench, _, _ = with_adapters()
+    answer = bench.call(made(3, root(9)))
+    assert isinstance(answer, Denied)
+    assert root(9).hex() in answer.reason
+    assert 3 not in bench.router.core.runs["r"].versions
+
+
+def test_a_joiner_loads_adapters_and_base_from_engines_while_the_trainer_restarts() -> None:
+    bench, base, adapters = with_adapters()
+    bench.hello(W1)
+    bench.say(W1, WeightsLoaded(2, adapters.root))
+    bench.say(W1, Serving(2, adapters.root, engine(2)))
+    bench.open()
+    bench.hello(W2)
+    assert asked(bench, W2) == [], "adapters without anybody who has their base: the trainer publishes it again"
+    bench.say(W1, Serving(1, base.root, engine(1)))
+    bench.hello(W3)
+    assert asked(bench, W3) == [UseWeights(2, adapters.manifest, (engine(2),), base=BaseWeights(1, base.manifest, (engine(1),)))]
+
+
+def test_the_base_that_a_restarted_trainer_publishes_again_serves_for_the_old_adapters_too() -> None:
+    bench, _, adapters = with_adapters()
+    bench.open()
+    again = made(3)
+    bench.call(again)
+    bench.call(adapters)
+    bench.submit(version=2, groups=specs(1, n=1))
+    bench.hello(W1)
+    assert asked(bench, W1)[-1].base == BaseWeights(3, again.manifest, (SOURCE,))
+
+
+def test_a_base_outlives_the_versions_between_and_a_restart_of_the_daemon() -> None:
+    bench, base, adapters = with_adapters()
+    bench.hello(W1)
+    bench.say(W1, WeightsLoaded(2, adapters.root))
+    leases = bench.leases(W1)
+    newest = adapters
+    for number in range(3, 9):
+        newest = made(number, base.root, step=number)
+        bench.call(newest)
+    finish_all(bench, W1, leases)
+    bench.commit_step(1, [leases[0].sample_id], version=2)
+    run = bench.router.core.runs["r"]
+    assert [v for v, known in run.versions.items() if known.manifest] == [1, 5, 6, 7, 8]
+    bench.restart()
+    bench.attach()
+    bench.call(base)
+    bench.call(newest)
+    bench.submit(version=8, step=2, groups=specs(1, n=1))
+    bench.hello(W2)
+    assert asked(bench, W2)[-1].base == BaseWeights(1, base.manifest, (SOURCE,))

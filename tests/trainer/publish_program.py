@@ -61,6 +61,9 @@ async def pulled(manifest: Manifest, sources: Sequence[wire.WeightSource], base:
 
 
 def train_and_publish(ranks: Ranks, version: int, seed: int) -> tuple[Manifest, tuple[wire.WeightSource, ...]]:
+    if version == 1 and ranks.trains_adapters:
+        manifest = ranks.build_base(version)
+        return manifest, ranks.offer(manifest)
     for micros in balanced([make_group(seed), make_group(seed + 1)], budget=60, ranks=ranks.size):
         ranks.train(micros)
     ranks.update(8.0, 1e-4)
@@ -101,15 +104,17 @@ def publish(comm: Comm, learner: Learner, folder: Path, *, local: bool) -> dict[
         disk = Spool(folder)
         publisher = Publisher(source, disk)
         sources: Sequence[wire.WeightSource] = ()
+        ranks = Ranks(comm, learner, publisher)
+        root = b""
         for version in range(1, VERSIONS + 1):
             if comm.rank:
                 serve(comm, learner, publisher)
             else:
-                ranks = Ranks(comm, learner, publisher)
                 manifest, given = train_and_publish(ranks, version, version)
                 sources = [one for one in given if one.token]
                 ranks.stop()
-            theirs, blob = gathered(version, learner, DTYPE)
+            theirs, blob = gathered(version, learner, DTYPE, root)
+            root = root or theirs.root
             source.deltas.wait()
             together(comm)
             if comm.rank == 0:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from rollout.engines import lora
 from scavenger import wire
 from scavenger.weights import manifest as manifests
 from scavenger.weights.manifest import Manifest
@@ -40,25 +41,34 @@ def whole(learner: Learner) -> dict[str, Tensor]:
     """Every published tensor whole; a collective."""
     found = {}
     parameters = dict(learner.model.named_parameters())
-    for name in sorted(learner.shapes()):
+    for name in sorted(learner.shapes(base=True)):
         layer, _, kind = name.rpartition(".")
         value = parameters.get(name, parameters.get(f"{layer}.base_layer.{kind}"))
         assert value is not None
         full = _full(value)
         if f"{layer}.base_layer.{kind}" in parameters:
             up, down = (_full(parameters[f"{layer}.lora_{side}.default.weight"]) for side in "BA")
-            full = full + learner.model.get_submodule(layer).scaling["default"] * (up @ down)
+            full = lora.merged(full, down, up, learner.model.get_submodule(layer).scaling["default"])
         found[name] = full
     return found
 
 
-def gathered(version: int, learner: Learner, dtype: str) -> tuple[Manifest, memoryview]:
-    """What rank 0 would publish had it all of the weights; a collective."""
-    tensors = {}
-    for name, value in whole(learner).items():
-        raw = value.to(DTYPES[dtype]).cpu().contiguous()
-        tensors[name] = (dtype, tuple(value.shape), memoryview(raw.view(-1).view(torch.uint8).numpy()))
-    return manifests.build(version, tensors)
+def gathered(version: int, learner: Learner, dtype: str, base: bytes = b"") -> tuple[Manifest, memoryview]:
+    """What rank 0 would publish had it all of the weights; a collective. `base`: its root, of adapters."""
+    if not learner.adapter_scale:
+        return manifests.build(version, {name: _entry(value, dtype) for name, value in whole(learner).items()})
+    parameters = {name: _full(value) for name, value in learner.model.named_parameters()}
+    if not base:
+        pristine = {name.replace(".base_layer", ""): value for name, value in parameters.items() if ".lora_" not in name}
+        return manifests.build(version, {name: _entry(value, learner.base_dtype) for name, value in pristine.items()})
+    trained = {name.replace(".default", ""): value for name, value in parameters.items() if ".lora_" in name}
+    adapter = manifests.Adapter(base, learner.adapter_scale, dtype)
+    return manifests.build(version, {name: _entry(value, "float32") for name, value in trained.items()}, adapter=adapter)
+
+
+def _entry(value: Tensor, dtype: str) -> tuple[str, tuple[int, ...], memoryview]:
+    raw = value.to(DTYPES[dtype]).cpu().contiguous()
+    return dtype, tuple(value.shape), memoryview(raw.view(-1).view(torch.uint8).numpy())
 
 
 def _full(parameter: Tensor) -> Tensor:

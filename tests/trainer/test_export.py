@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import DeviceMesh
 
 from scavenger.config import AlgorithmSection, LoraSection, OptimizerSection, RunConfig
@@ -20,7 +22,10 @@ from tests.trainer.test_local import ROOT, write_run
 from trainer import checkpoint, export
 from trainer.algorithms.rows import resolve
 from trainer.batching import Micro
+from trainer.comm import Solo
 from trainer.model import Learner, load_model
+from trainer.publish import Publisher
+from trainer.ranks import Ranks
 from trainer.saving import Saver
 
 OFF = LoraSection()
@@ -45,13 +50,21 @@ def trained(folder: Path, model: Path, mesh: DeviceMesh, lora: LoraSection = OFF
     )  # fmt: skip
     learner.train(Micro(tuple(row for number in range(3) for row in make_group(number)), 0))
     learner.update(12.0, lr=0.02)
-    root = "" if lora.rank else published.build_version(3, learner, "bfloat16")[0].root.hex()
-    state = checkpoint.State(1, 3, root, 3, 0, 1, "float32", 1, weights_dtype="bfloat16")
+    root = _root(learner)
+    state = checkpoint.State(1, 3, root, 3, 0, 1, "float32", 1, weights_dtype="bfloat16", adapters=bool(lora.rank))
     saver = Saver()
     saver.begin(learner.state(), checkpoint.prepare(folder, 1, 1))
     saver.wait()
     checkpoint.complete(folder, state)
     return learner, state
+
+
+def _root(learner: Learner) -> str:
+    """Of what its trainer publishes."""
+    ranks = Ranks(Solo(), learner, Publisher(published.Kept()))
+    if ranks.trains_adapters:
+        ranks.build_base(2)
+    return ranks.build_version(3, "bfloat16").root.hex()
 
 
 def test_an_export_is_the_published_version(model_folder: Path, mesh: DeviceMesh, tmp_path: Path) -> None:
@@ -75,12 +88,26 @@ def test_masters_can_be_exported_in_their_own_type(model_folder: Path, mesh: Dev
 def test_adapters_are_merged(model_folder: Path, mesh: DeviceMesh, tmp_path: Path) -> None:
     learner, _ = trained(tmp_path, model_folder, mesh, LoraSection(rank=2, alpha=4.0))
     config = config_of(tmp_path, model_folder, lora={"rank": 2, "alpha": 4.0})
-    export.export(config, tmp_path / "out", "auto", "float32")
+    assert export.export(config, tmp_path / "out", "auto", "float32").endswith(", adapters and base as published")
     model, base = load_model(tmp_path / "out", torch.float32), load_model(model_folder, torch.float32)
     assert all(torch.equal(model.get_parameter(name), value) for name, value in whole(learner).items())
     assert any(not torch.equal(base.get_parameter(name), value) for name, value in model.named_parameters())
     with pytest.raises(ConfigError, match=r"does not hold the parameters(.|\n)*\[lora\]"):
         export.export(config_of(tmp_path, model_folder), tmp_path / "other", "auto", "")
+
+
+def test_adapters_of_another_base_are_not_exported(model_folder: Path, mesh: DeviceMesh, tmp_path: Path) -> None:
+    trained(tmp_path, model_folder, mesh, LoraSection(rank=2, alpha=4.0))
+    other = tmp_path / "other"
+    shutil.copytree(model_folder, other)
+    weights = load_file(other / "model.safetensors")
+    weights["model.norm.weight"] += 1.0
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    with pytest.raises(WeightsError, match="is another model now"):
+        export.export(config_of(tmp_path, other, lora={"rank": 2, "alpha": 4.0}), tmp_path / "out", "auto", "")
+    with pytest.raises(WeightsError, match="published with"):  # another scale makes other weights
+        export.export(config_of(tmp_path, model_folder, lora={"rank": 2, "alpha": 8.0}), tmp_path / "out", "auto", "")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_damaged_checkpoint_is_not_exported(model_folder: Path, mesh: DeviceMesh, tmp_path: Path) -> None:

@@ -42,9 +42,9 @@ function = "tests.trainer.digits:first_digits"
 """
 
 
-def write_run(folder: Path, model: Path, *, steps: int, out: str) -> Path:
+def write_run(folder: Path, model: Path, *, steps: int, out: str, more: str = "") -> Path:
     path = folder / f"{out}.toml"
-    path.write_text(RUN.format(steps=steps, out=out, model=model))
+    path.write_text(RUN.format(steps=steps, out=out, model=model) + more)
     return path
 
 
@@ -59,8 +59,9 @@ def metrics(folder: Path, out: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / out / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_two_steps_run_in_one_process_and_a_resumed_run_repeats_the_second(model_folder: Path, tmp_path: Path) -> None:
-    done = run_local(write_run(tmp_path, model_folder, steps=2, out="whole"))
+@pytest.mark.parametrize("more", ["", pytest.param("[lora]\nrank = 2\n", marks=pytest.mark.long)], ids=["all", "lora"])
+def test_two_steps_run_in_one_process_and_a_resumed_run_repeats_the_second(more: str, model_folder: Path, tmp_path: Path) -> None:
+    done = run_local(write_run(tmp_path, model_folder, steps=2, out="whole", more=more))
     assert done.returncode == 0, done.stderr
     assert "step 2/2" in done.stdout
     whole = metrics(tmp_path, "whole")
@@ -69,7 +70,7 @@ def test_two_steps_run_in_one_process_and_a_resumed_run_repeats_the_second(model
     assert [path.name for path in checkpoint.found(tmp_path / "whole")] == ["step-00000001", "step-00000002"]
 
     first = checkpoint.found(tmp_path / "whole")[0]
-    done = run_local(write_run(tmp_path, model_folder, steps=2, out="resumed"), "--resume", str(first))
+    done = run_local(write_run(tmp_path, model_folder, steps=2, out="resumed", more=more), "--resume", str(first))
     assert done.returncode == 0, done.stderr
     assert "after step 1" in done.stdout
     again = metrics(tmp_path, "resumed")

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from scavenger.config import AlgorithmSection, LoraSection, OptimizerSection
 from scavenger.errors import ConfigError
 from tests.trainer.rows import make_group
-from trainer import checkpoint
+from trainer import adapters, checkpoint
 from trainer.algorithms.rows import resolve
 from trainer.batching import Micro, Row
 from trainer.model import Learner, load_model
@@ -40,7 +40,7 @@ def everything() -> Micro:
 
 
 def published(learner: Learner) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in learner.shards(learner.shapes())}
+    return {name: value.clone() for name, value in adapters.merged(learner.model, learner.shapes(base=True))}
 
 
 def plain_logprobs(model: Any, row: Row) -> Tensor:

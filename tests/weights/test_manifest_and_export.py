@@ -226,3 +226,42 @@ def test_a_reader_that_is_before_the_spool_finds_it_when_it_is_there(tmp_path: P
         return (await waiting).view
 
     assert asyncio.run(early()) == blob
+
+
+def test_a_spool_keeps_the_base_of_the_adapters_that_it_keeps(tmp_path: Path) -> None:
+    shelf = spool.Spool(tmp_path, keep=2)
+    base, blob = version(1)
+
+    def adapters(number: int) -> tuple[Manifest, memoryview]:
+        return manifests.build(
+            number, {"a": ("int8", (1,), memoryview(bytes([number])))}, adapter=manifests.Adapter(base.root, 1.0, "bfloat16")
+        )
+
+    shelf.write(base, blob)
+    for number in range(2, 6):
+        shelf.write(*adapters(number))
+    assert shelf.versions() == [1, 4, 5]
+    shelf.write(*version(6))  # a restarted trainer's
+    assert shelf.versions() == [5, 6], "of two equal bases one is enough"
+    shelf.write(*adapters(7))
+    shelf.write(*adapters(8))
+    assert shelf.versions() == [6, 7, 8]
+
+
+def test_adapters_alone_are_not_exported_and_the_command_that_merges_them_is_named(tmp_path: Path) -> None:
+    base, _ = version(1)
+    of = manifests.Adapter(base.root, 1.0, "bfloat16")
+    folder = spool.Spool(tmp_path).write(*manifests.build(2, {"a": ("int8", (1,), memoryview(b"x"))}, adapter=of))
+    done = CliRunner().invoke(app, ["weights", "export", str(Path(folder.endpoint.removeprefix("file://")).parent), str(tmp_path / "out")])
+    assert isinstance(done.exception, WeightsError)
+    assert "scavenger checkpoint export" in str(done.exception)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("changes", [{"base": b"short"}, {"scale": float("nan")}, {"dtype": "int3"}])
+def test_adapters_that_name_no_possible_base_scale_or_type_are_refused(changes: dict[str, object]) -> None:
+    fields: dict[str, object] = {"base": bytes(32), "scale": 1.0, "dtype": "bfloat16"} | changes
+    of = msgspec.convert(fields, manifests.Adapter)
+    manifest, _ = manifests.build(2, {"a": ("int8", (1,), memoryview(b"x"))}, adapter=of)
+    with pytest.raises(WeightsError, match="names no base, scale or dtype"):
+        manifests.decode(manifests.encode(manifest))

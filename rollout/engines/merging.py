@@ -1,0 +1,100 @@
+"""A version that holds low-rank adapters, put together with its base as an engine reads it.
+
+Owns the check that adapters and base belong together, and when each weight is made; `lora` has the arithmetic. Knows no engine, no peft and
+no network. The base is never written: each version is made from the pristine one, so that nothing accumulates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollout.engines import lora
+from rollout.engines.base import Weight
+from rollout.engines.published import STORED
+from scavenger.errors import EngineError
+from scavenger.weights import manifest as manifests
+from scavenger.weights.manifest import Manifest, TensorView
+
+DOWN, UP = ".lora_A.weight", ".lora_B.weight"
+_REMEDY = "publish the adapters with the base that they were trained on"
+
+
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """`rollout.engines.base.Weight` of a base, with its adapter if it has one: made whenever `data` is read, rounded to `dtype`."""
+
+    base: TensorView
+    dtype: str
+    adapter: tuple[TensorView, TensorView, float] | None = None  # A, B, scale
+
+    @property
+    def name(self) -> str:
+        return self.base.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.base.shape
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.base.shape) * STORED[self.dtype].itemsize
+
+    @property
+    def data(self) -> memoryview:
+        """Its bytes, in memory of their own."""
+        value = tensor(self.base)
+        if self.adapter is not None:
+            down, up, scale = self.adapter
+            value = lora.merged(value, tensor(down), tensor(up), scale)
+        raw: Any = value.to(STORED[self.dtype]).contiguous().view(-1).view(torch.uint8)
+        return memoryview(raw.numpy())
+
+
+def tensor(view: Weight) -> Tensor:
+    """A view's tensor over the same memory; nobody writes it."""
+    if not view.nbytes:
+        return torch.empty(view.shape, dtype=STORED[view.dtype])
+    return torch.frombuffer(view.data, dtype=STORED[view.dtype]).reshape(view.shape)
+
+
+def views(manifest: Manifest, adapters: Sequence[TensorView], base: Manifest, blob: memoryview) -> list[Weight]:
+    """All weights of a version that holds adapters, each made when it is read. Raises `EngineError` where the base is not its own."""
+    of = manifest.adapter
+    assert of is not None
+    if base.root != of.base:
+        raise EngineError(f"version {manifest.version} is of base {of.base.hex()}, not of {base.root.hex()}", _REMEDY)
+    if of.dtype not in STORED:
+        raise EngineError(f"version {manifest.version} is to be merged in {of.dtype}", f"publish in one of {', '.join(STORED)}")
+    given = {view.name: view for view in adapters}
+    found = [_one(weight, given, of.scale, of.dtype) for weight in manifests.views(base, blob)]
+    if given:
+        raise EngineError(f"{len(given)} adapters belong to no weight of the base, the first is {min(given)!r}", _REMEDY)
+    return found
+
+
+def _one(weight: TensorView, given: dict[str, TensorView], scale: float, dtype: str) -> Weight:
+    """The weight with its adapter, which is taken out of `given`."""
+    if weight.dtype not in STORED:
+        raise EngineError(f"weight {weight.name!r} of the base is {weight.dtype}", f"publish it in one of {', '.join(STORED)}")
+    layer = weight.name.removesuffix(".weight")
+    down, up = given.get(layer + DOWN), given.get(layer + UP)
+    if down is None or up is None:
+        return weight if weight.dtype == dtype else Merged(weight, dtype)
+    _check(weight, down, up)
+    del given[layer + DOWN], given[layer + UP]
+    return Merged(weight, dtype, (down, up, scale))
+
+
+def _check(weight: TensorView, down: TensorView, up: TensorView) -> None:
+    shapes = (weight.shape, up.shape, down.shape)
+    fits = all(len(shape) == 2 for shape in shapes) and weight.shape == (up.shape[0], down.shape[1]) and up.shape[1] == down.shape[0]
+    if not fits or down.dtype != up.dtype or down.dtype not in ("float32", "float64"):
+        said = f"A is {down.dtype}{down.shape}, B is {up.dtype}{up.shape}"
+        raise EngineError(f"weight {weight.name!r} {weight.shape} has an adapter that does not fit: {said}", _REMEDY)
+

@@ -1,0 +1,117 @@
+"""Adapters and their base: what comes out to the last bit, and what is not put together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from scavenger.errors import EngineError
+from scavenger.weights import manifest as manifests
+from scavenger.weights.manifest import Manifest
+
+torch = pytest.importorskip("torch", reason="the engines need the [trainer] extra")
+merging = pytest.importorskip("rollout.engines.merging")
+lora = pytest.importorskip("rollout.engines.lora")
+
+Made = tuple[Manifest, memoryview]
+
+
+def version(number: int, tensors: dict[str, Any], adapter: manifests.Adapter | None = None) -> Made:
+    entries = {}
+    for name, value in tensors.items():
+        raw = bytearray(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        entries[name] = (str(value.dtype).removeprefix("torch."), tuple(value.shape), memoryview(raw))
+    return manifests.build(number, entries, adapter=adapter)
+
+
+def drawn(*shape: int, seed: int, dtype: Any = None) -> Any:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype or torch.float32)
+
+
+def base(dtype: Any = None) -> Made:
+    return version(1, {"a.q.weight": drawn(6, 10, seed=1, dtype=dtype), "norm.weight": drawn(6, seed=2, dtype=dtype)})
+
+
+def adapters(of: Made, number: int = 2, scale: float = 2.0, dtype: str = "float32", layer: str = "a.q", width: int = 10) -> Made:
+    tensors = {f"{layer}.lora_A.weight": drawn(3, width, seed=number), f"{layer}.lora_B.weight": drawn(6, 3, seed=10 + number)}
+    return version(number, tensors, manifests.Adapter(of[0].root, scale, dtype))
+
+
+def loaded(of: Made, under: Made) -> dict[str, Any]:
+    own = manifests.views(*of)
+    return {view.name: merging.tensor(view) for view in merging.views(of[0], own, *under)}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_it_is_the_base_and_the_scaled_product_each_rounded_once(dtype: str) -> None:
+    under = base()
+    of = adapters(under, dtype=dtype)
+    found = loaded(of, under)
+    weight, down, up = drawn(6, 10, seed=1), drawn(3, 10, seed=2), drawn(6, 3, seed=12)
+    exact = [[sum(float(up[i, k]) * float(down[k, j]) for k in range(3)) * 2.0 for j in range(10)] for i in range(6)]
+    expected = weight + torch.tensor(exact, dtype=torch.float64).float()
+    assert torch.equal(found["a.q.weight"], expected.to(getattr(torch, dtype)))
+    assert torch.equal(found["norm.weight"], drawn(6, seed=2).to(getattr(torch, dtype)))
+
+
+def test_a_base_stored_narrow_is_widened_exactly_before_anything_is_added() -> None:
+    under = base(torch.bfloat16)
+    found = loaded(adapters(under, dtype="float32"), under)
+    change = lora.merged(torch.zeros(6, 10), drawn(3, 10, seed=2), drawn(6, 3, seed=12), 2.0)
+    assert torch.equal(found["a.q.weight"], drawn(6, 10, seed=1, dtype=torch.bfloat16).float() + change)
+
+
+def test_each_version_is_made_of_the_pristine_base_whatever_was_loaded_before() -> None:
+    under = base()
+    before = bytes(under[1])
+    direct = loaded(adapters(under, 4), under)
+    for number in (2, 3, 4):
+        last = loaded(adapters(under, number), under)
+    assert torch.equal(last["a.q.weight"], direct["a.q.weight"])
+    assert bytes(under[1]) == before
+
+
+def test_the_number_of_threads_and_a_slice_of_rows_change_no_bit() -> None:
+    weight, down, up = drawn(257, 384, seed=1), drawn(16, 384, seed=2), drawn(257, 16, seed=3)
+    whole = lora.merged(weight, down, up, 0.5)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        assert torch.equal(lora.merged(weight, down, up, 0.5), whole)
+    finally:
+        torch.set_num_threads(threads)
+    for first in range(0, 257, 5):
+        assert torch.equal(lora.merged(weight[first : first + 5], down, up[first : first + 5], 0.5), whole[first : first + 5])
+
+
+def test_adapters_of_another_base_are_refused_with_both_hashes() -> None:
+    under, other = base(), version(1, {"a.q.weight": drawn(6, 10, seed=5)})
+    of = adapters(under)
+    with pytest.raises(EngineError, match=rf"version 2 is of base {under[0].root.hex()}, not of {other[0].root.hex()}"):
+        loaded(of, other)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"layer": "a.k"}, r"2 adapters belong to no weight of the base, the first is 'a\.k\.lora_A\.weight'"),
+        ({"layer": "norm"}, r"weight 'norm\.weight' \(6,\) has an adapter that does not fit"),
+        ({"width": 9}, r"weight 'a\.q\.weight' \(6, 10\) has an adapter that does not fit: A is float32\(3, 9\)"),
+        ({"dtype": "int8"}, r"version 2 is to be merged in int8"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_named(change: dict[str, Any], said: str) -> None:
+    under = base()
+    with pytest.raises(EngineError, match=said):
+        loaded(adapters(under, **change), under)
+
+
+def test_the_root_covers_the_base_the_scale_and_the_type() -> None:
+    under = base()
+    others = (adapters(under, scale=1.0), adapters(under, dtype="bfloat16"), adapters(base(torch.bfloat16)))
+    assert len({made[0].root for made in (adapters(under), *others)}) == 4
+    manifest = adapters(under)[0]
+    assert manifests.decode(manifests.encode(manifest)) == manifest
+    assert manifests.base_of(manifests.encode(manifest)) == under[0].root
+    assert manifests.base_of(manifests.encode(under[0])) == b""

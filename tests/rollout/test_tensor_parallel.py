@@ -1,0 +1,93 @@
+"""An engine over several GPUs: from the job's GPUs to vLLM's tensor-parallel ranks, and what each rank then holds.
+
+The ranks are vLLM's own, on this CPU: two processes that exchange through shared memory or gloo instead of NCCL. Nothing is mocked; what
+is not seen without GPUs is NCCL, CUDA graphs and memory shares.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollout.engines.base import Host
+from scavenger.errors import EngineError
+
+torch = pytest.importorskip("torch", reason="the engines need the [trainer] extra")
+pytest.importorskip("peft", reason="the adapters need the [lora] extra")
+models = pytest.importorskip("tests.rollout.models")
+kinds = pytest.importorskip("tests.rollout.kinds")
+from rollout.engines import vllm_setup  # noqa: E402  needs torch
+from tests.rollout.test_engine_adapters import Trained  # noqa: E402
+from tests.rollout.test_engine_contract import GREEDY, finish, request  # noqa: E402
+
+Kind = kinds.Kind
+
+
+@pytest.mark.parametrize("gpus", [1, 4])
+@pytest.mark.parametrize("gpu", [True, False])
+def test_all_of_the_job_s_gpus_are_one_engine_s_ranks(gpus: int, gpu: bool, tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        program = importlib.import_module("rollout.__main__")  # sets a handler for SIGTERM that is not for this process
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    argv = ["--state-dir", "/s", "--key", "/k", "--kind", "harvested", "--run", "run"]
+    me = program.identity(program._arguments(argv), {"SCAVENGER_GPUS": str(gpus)})  # as the job script counts its devices
+    spec = models.spec(name="vllm", dtype="float32")
+    _, _, config = vllm_setup.checked_config(spec)
+    chosen = vllm_setup.arguments(spec, Host(me.run, me.gpus), tmp_path, config, gpu)
+    assert chosen["tensor_parallel_size"] == gpus
+    assert chosen.get("distributed_executor_backend") == (None if gpu else "uni" if gpus == 1 else "mp")
+
+
+class Wide(kinds.Vllm):  # type: ignore[misc]
+    """vLLM pads a vocabulary to 64 rows and cuts that: of fewer tokens the second rank would hold padding alone, which no version names."""
+
+    def text(self, model_type: str = "qwen3", **changes: Any) -> str:
+        found: str = super().text(model_type, **{"vocab_size": 100} | changes)
+        return found
+
+
+@pytest.mark.long
+@pytest.mark.vllm
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.timeout(900)
+def test_two_ranks_hold_their_slices_and_answer_as_one_engine_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rollout.engines import vllm
+
+    kind: Any = Wide()
+    trained = Trained(kind)
+
+    async def answers(gpus: int) -> list[Any]:
+        engine = await vllm.build(kind.spec(), Host("run", gpus))
+        said: list[Any] = []
+        verify = engine._verify
+        monkeypatch.setattr(engine, "_verify", lambda version, told: (said.append(told), verify(version, told)))
+        made = []
+        try:
+            for seed in (0, 1, 2):
+                if seed:
+                    trained.step(seed)
+                await engine.load(seed + 1, trained.merged_by_engine() if seed else kind.views)
+                found = await finish(engine, *(request(i, GREEDY) for i in range(4)))
+                made.append({handle: delta.token_ids for handle, delta in found.items()})
+            assert [len(told) for told in said] == [gpus] * 3, "each rank was asked what it holds"
+            if gpus == 2:
+                fused = "model.layers.0.self_attn.qkv_proj.weight"
+                assert said[0][0][1][fused] != said[0][1][1][fused], "the ranks hold different slices"
+                swapped = [said[0][0], (said[0][1][0], said[0][0][1], said[0][1][2])]
+                with pytest.raises(EngineError, match="does not sit in the engine as published"):
+                    verify(9, swapped)
+            assert engine.info().gpus == gpus
+        finally:
+            await engine.close()
+        return made
+
+    one, two = asyncio.run(answers(1)), asyncio.run(answers(2))
+    assert one == two
+    assert one[0] != one[1] != one[2]
