@@ -32,6 +32,11 @@ def found(ranks: int, model: Path, out: Path) -> Any:
 def test_ranks_publish_together_what_a_gather_gives(ranks: int, model_folder: Path, tmp_path: Path) -> None:
     for kind, told in found(ranks, model_folder, tmp_path).items():
         assert told["equal"] == [True] * VERSIONS, kind
+        assert told["spooled"]
+        assert told["left"] == []
+        if kind == "lora" and ranks > 2:  # A has two rows: who has none of them has the most of no chunk, and serves nothing
+            assert told["sources"] == len(told["owners"]) == 2
+            continue
         assert told["sources"] == ranks
         assert told["owners"] == (list(range(ranks)) if ranks > 1 else [])
         assert told["complete"] == [ranks == 1] * ranks
@@ -41,8 +46,6 @@ def test_ranks_publish_together_what_a_gather_gives(ranks: int, model_folder: Pa
         share = told["total"] / ranks
         assert all(nbytes < 1.35 * share + 60 * PAGE for nbytes in told["nbytes"]), "a rank's memory is its share, and borders"
         assert all(count <= 4 for count in told["buffers"]), "memory is used again"
-        assert told["spooled"]
-        assert told["left"] == []
         if ranks > 1:
             assert f"of rank {ranks - 1} missing" in told["dead"]
             assert told["relayed"]
