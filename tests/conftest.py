@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import structlog
@@ -66,11 +67,19 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"SCAVENGER_REQUIRE names {sorted(unknown)}; known are {sorted(SERVICES)}")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """For `--dist loadgroup`: whole runs, which mostly wait, beside everything else, which mostly computes."""
-    for item in items:
-        runs = "/tests/system/" in item.path.as_posix()
-        item.add_marker(pytest.mark.xdist_group("runs" if runs else "parts"))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Whole runs, which mostly wait, come first and one after another in one process; the other takes the rest, then both do.
+
+    Not `--dist loadgroup`: xdist 3.8 hands its groups on in node ids that pytest 9.2 makes anew.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Lanes(LoadScopeScheduling):  # type: ignore[misc]  # xdist's schedulers are untyped
+        def _split_scope(self, nodeid: str) -> str:
+            return "runs" if nodeid.startswith("tests/system/") else nodeid
+
+    return Lanes(config, log)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
