@@ -67,7 +67,7 @@ def test_a_job_that_ignores_term_is_killed_after_killwait(local_cluster: LocalCl
     started = time.monotonic()
     local_cluster.cancel((stubborn,))
     wait_for("it is gone", lambda: job(local_cluster, stubborn).state is JobState.CANCELLED)
-    assert 1.8 < time.monotonic() - started < 5
+    assert 5.8 < time.monotonic() - started < 15, "KillWait is 6 s"
 
 
 def test_what_a_script_leaves_behind_ends_with_its_job(local_server: LocalServer) -> None:

@@ -28,27 +28,30 @@ def _run(
         backend, tmp_path, demo_layout(grace_s=1.0, requeue_delay_s=0.5), observe_s=0.2, max_engines=engines, router={"policy": policy}
     )
     with Site(options) as site:
-        run = play.write_run(site, small_model, run={"steps": 4, "harvest": engines > 0}, engine={"max_batch": 4, "pace": pace})
+        # longer than any machine takes until what is to be seen has been seen, then cut short
+        run = play.write_run(
+            site, small_model, run={"steps": 80 if engines else 4, "harvest": engines > 0}, engine={"max_batch": 4, "pace": pace}
+        )
         training = play.submit(site, run, ranks)
-        if engines:
-            play.wait_for("a harvested engine at work", lambda: play.busy(site) or play.steps_done(site) == 4)
+        if not engines:
+            play.finish(site, training)
+            return play.result(site)
         lost: set[int] = set()
-        while preempt and len(lost) < 4 and play.steps_done(site) < 3:
-            for worker, _job, node in play.busy(site):
-                if worker not in lost:
-                    lost.add(worker)
-                    site.submit_other(0.3, 4, node)
-        play.finish(site, training)
-        assert not play.jobs_left(site)
-        if engines:
-            assert _harvested_tokens(site) > 0, "no harvested engine generated a token that was trained on"
+        while preempt and len(lost) < 4:
+            for worker, _job, node in play.wait_for("engines at work", lambda: [one for one in play.busy(site) if one[0] not in lost]):
+                lost.add(worker)
+                site.submit_other(0.3, 4, node)
+        play.wait_for("harvested engines' tokens that were trained on", lambda: _harvested_tokens(site) > 0)
         if preempt:
-            assert play.ask(site, "SELECT count(*) FROM workers WHERE kind = 'harvested' AND samples > 0")[0][0] >= 3, "hardly hit"
-            assert play.ask(site, "SELECT count(*) FROM samples WHERE moves > 0")[0][0] > 0, "no sample moved with tokens"
-        decided = {kind for (kind,) in play.ask(site, "SELECT DISTINCT policy FROM decisions WHERE code <> ''")}
+            hit = "SELECT count(*) FROM workers WHERE kind = 'harvested' AND samples > 0"
+            play.wait_for("three engines with samples", lambda: play.ask(site, hit)[0][0] >= 3)
+            play.wait_for("a sample to move with tokens", lambda: play.ask(site, "SELECT count(*) FROM samples WHERE moves > 0")[0][0] > 0)
         wanted = {"standard": {"harvest", "engines"}, "predictive": {"harvest", "engines", "placement", "window"}}[policy]
-        assert wanted <= decided, f"the ledger does not explain the run: {decided}"
-        return play.result(site)
+        said = "SELECT DISTINCT policy FROM decisions WHERE code <> ''"
+        play.wait_for("the ledger to explain the run", lambda: wanted <= {kind for (kind,) in play.ask(site, said)})
+        play.wait_for("four steps", lambda: play.steps_done(site) >= 4)
+        done = play.cut_short(site, training)
+        return play.result(site).until(done)
 
 
 def _harvested_tokens(site: Site) -> int:
@@ -61,7 +64,8 @@ def _harvested_tokens(site: Site) -> int:
 
 
 def test_heavy_preemption_changes_nothing(tmp_path: Path, small_model: Path, undisturbed: play.Result) -> None:
-    assert _run(tmp_path, small_model, backend="local", engines=6, preempt=True, pace=6.0) == undisturbed.until(4)
+    found = _run(tmp_path, small_model, backend="local", engines=6, preempt=True, pace=6.0)
+    assert found == play.as_long(undisturbed, found, small_model, tmp_path)
 
 
 def test_one_harvested_engine_and_one_rank_give_the_same_result(
@@ -69,9 +73,9 @@ def test_one_harvested_engine_and_one_rank_give_the_same_result(
 ) -> None:
     """One rank and two add the same gradients, but their norms differ in the last bits: the tokens of every step are equal all the same."""
     alone = _run(tmp_path, small_model, backend="local", engines=1, preempt=False, ranks=1, pace=20.0)
-    assert alone == undisturbed.until(4)
+    assert alone == play.as_long(undisturbed, alone, small_model, tmp_path)
 
 
 def test_the_predicting_policy_changes_who_generates_and_nothing_else(tmp_path: Path, small_model: Path, undisturbed: play.Result) -> None:
     predicted = _run(tmp_path, small_model, backend="local", engines=2, preempt=False, pace=6.0, policy="predictive")
-    assert predicted == undisturbed.until(4)
+    assert predicted == play.as_long(undisturbed, predicted, small_model, tmp_path)

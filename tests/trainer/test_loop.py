@@ -28,6 +28,7 @@ class Script:
 
     version = "judge"
     replaces = True
+    trains_adapters = False
 
     def __init__(self, attempt: int, die_at: tuple[str, int] | None = None) -> None:
         self.attempt, self.next_version, self.updates_taken = attempt, 1, 0
