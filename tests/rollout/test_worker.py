@@ -16,13 +16,15 @@ from types import ModuleType
 
 import msgspec
 import pytest
+import zmq
 
 from rollout.engines.base import Delta, EngineInfo, Host, Request, Weight
 from rollout.events import EXIT_DRAINED, EXIT_ENGINE_FAILED, EXIT_PREEMPTED, EXIT_REFUSED, Identity, Leave, Limits
 from rollout.worker import Options, Worker
 from scavenger import __version__, keys, wire
-from scavenger.errors import EngineError
+from scavenger.errors import EngineError, WeightsError
 from scavenger.weights import manifest as manifests
+from scavenger.weights import source_zmq
 from scavenger.weights.pull import pull
 from scavenger.weights.source import WeightSource
 from scavenger.wire import EngineSpec, Held, Lease, SampleKey, Sampling, pack_tokens
@@ -374,6 +376,34 @@ def test_a_dead_engine_ends_the_worker_with_70(play: Run) -> None:
         assert (goodbye.failed, goodbye.notice) == (True, False)
         stage.daemon.send(wire.GoodbyeAck())
         await stage.ends(EXIT_ENGINE_FAILED)
+
+    play(scene)
+
+
+def test_an_engine_whose_serving_fails_ends_with_70_and_not_as_preempted(play: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody took its GPU: the ledger must not say so."""
+
+    def attempt(self: source_zmq.CurveServer, *_: object) -> None:
+        raise zmq.ZMQError(zmq.ENOTSOCK)
+
+    async def scene(stage: Stage) -> None:
+        await stage.ready()
+        manifest, blob = manifests.build(2, {"w": ("float32", (256,), memoryview(bytes(1024)))})
+        with WeightSource(encrypt=True, local=False) as publisher:
+            order = wire.UseWeights(2, manifests.encode(manifest), (publisher.publish(manifest, blob),), encrypt=True)
+            stage.daemon.send(order)
+            serving = await stage.daemon.expect(wire.Serving)
+            while serving.source is None or not serving.source.server_key:
+                serving = await stage.daemon.expect(wire.Serving)
+            await stage.daemon.expect(wire.WeightsLoaded)
+            monkeypatch.setattr(source_zmq.CurveServer, "_attempt", attempt)  # stands for a `recv` or `poll` that fails
+            with pytest.raises(WeightsError):
+                await pull(manifest, (msgspec.structs.replace(serving.source, local=""),), keys.generate(), 0.5)
+            goodbye = await stage.daemon.expect(wire.Goodbye)
+            assert (goodbye.failed, goodbye.notice) == (True, False)
+            assert "cannot serve any more" in goodbye.reason
+            stage.daemon.send(wire.GoodbyeAck())
+            await stage.ends(EXIT_ENGINE_FAILED)
 
     play(scene)
 
