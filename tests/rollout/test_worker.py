@@ -19,7 +19,16 @@ import pytest
 import zmq
 
 from rollout.engines.base import Delta, EngineInfo, Host, Request, Weight
-from rollout.events import EXIT_DRAINED, EXIT_ENGINE_FAILED, EXIT_PREEMPTED, EXIT_REFUSED, Identity, Leave, Limits
+from rollout.events import (
+    EXIT_CANNOT_START,
+    EXIT_DRAINED,
+    EXIT_ENGINE_FAILED,
+    EXIT_PREEMPTED,
+    EXIT_REFUSED,
+    Identity,
+    Leave,
+    Limits,
+)
 from rollout.worker import Options, Worker
 from scavenger import __version__, keys, wire
 from scavenger.errors import EngineError, WeightsError
@@ -575,6 +584,20 @@ def test_a_job_that_was_submitted_for_another_release_is_refused(
     program.check_code("")
 
 
+@pytest.mark.parametrize(
+    ("key", "environment", "said"),
+    [("/not-mounted/worker.key", {}, "does not exist"), ("", {"SCAVENGER_GPUS": "two"}, "is not a number")],
+)
+def test_a_worker_that_lacks_something_where_it_runs_was_not_refused(
+    program: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, environment: dict[str, str], said: str
+) -> None:
+    """That may be so on this node alone, which is to be seen by the exit code."""
+    path = key or str(_key_file(tmp_path, ME))
+    argv = ["--state-dir", str(tmp_path), "--key", path, "--kind", "harvested", "--run", "run", "--code", __version__]
+    assert program.main(argv, environment) == EXIT_CANNOT_START
+    assert said in capsys.readouterr().err
+
+
 @asynccontextmanager
 async def process(state_dir: Path, key: Path) -> AsyncIterator[asyncio.subprocess.Process]:
     argv = ["-m", "rollout", "--state-dir", str(state_dir), "--key", str(key), "--kind", "harvested", "--run", "run"]
@@ -648,12 +671,12 @@ def test_a_wrong_key_ends_the_process_with_78(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_key_that_others_can_read_is_refused_with_its_remedy(tmp_path: Path) -> None:
+def test_a_key_that_others_can_read_ends_the_process_with_72_and_its_remedy(tmp_path: Path) -> None:
     async def main() -> None:
         key = _key_file(tmp_path, ME)
         key.chmod(0o644)
         async with process(tmp_path, key) as worker:
-            assert await asyncio.wait_for(worker.wait(), 90.0) == EXIT_REFUSED
+            assert await asyncio.wait_for(worker.wait(), 90.0) == EXIT_CANNOT_START
             assert worker.stderr is not None
             assert b"chmod 600" in await worker.stderr.read()
 
