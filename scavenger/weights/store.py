@@ -98,6 +98,7 @@ class Store:
         It stays until a version of another base is asked for; so does what is held beside it, until `get` asks for the adapters.
         """
         assert manifest.adapter is not None
+        self.verify_s = 0.0  # nothing is hashed for a base that is here
         root, said = manifest.adapter.base, weights.base
         if said is None:
             here = next((held for held in self._held.values() if held[0].root == root), None)
