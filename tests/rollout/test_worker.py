@@ -579,7 +579,7 @@ def test_a_job_that_was_submitted_for_another_release_is_refused(
     assert program.main(argv, {}) == EXIT_REFUSED
     said = capsys.readouterr().err
     assert f"submitted for release 0.0.1, and {sys.executable} has release {__version__}" in said
-    assert "remedy" in said or "restart the daemon" in said
+    assert "\n  remedy: restart the daemon after an upgrade" in said
     program.check_code(__version__)
     program.check_code("")
 
