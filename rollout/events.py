@@ -2,11 +2,14 @@
 
 Exit codes of the worker's process, which the job script acts on:
 
-    0   drained       the daemon let it go: the job ends
-    69  no daemon     none answered, or took it, for `orphan_s`: the job ends rather than hold a GPU for nobody
-    70  engine failed the engine died or could not be built: the job ends, the daemon counts it against the node
-    75  preempted     SIGTERM: the job script requeues its own job
-    78  refused       the daemon refused key, run or protocol: trying again would not help, the job ends
+    0   drained        the daemon let it go: the job ends
+    69  no daemon      none answered, or took it, for `orphan_s`: the job ends rather than hold a GPU for nobody
+    70  engine failed  the engine died, could not be built, or cannot serve weights: the job ends, the daemon counts it against the node
+    72  cannot start   what it needs is not as it must be where it runs, as a key file on a file system that is not mounted: the job ends,
+                       the daemon counts it against the node
+    75  preempted      SIGTERM: the job script requeues its own job
+    78  refused        the daemon refused key, run or protocol, or the job was submitted for another release: trying again would not
+                       help, the job ends, no node is blamed
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from scavenger import wire
 EXIT_DRAINED = 0
 EXIT_NO_DAEMON = 69
 EXIT_ENGINE_FAILED = 70
+EXIT_CANNOT_START = 72
 EXIT_PREEMPTED = 75
 EXIT_REFUSED = 78
 

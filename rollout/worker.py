@@ -54,7 +54,7 @@ from rollout.link import Link
 from rollout.session import Session
 from rollout.tasks import spawn
 from scavenger import wire
-from scavenger.errors import EngineError, told
+from scavenger.errors import EngineError, WeightsError, told
 from scavenger.keys import KeyPair
 from scavenger.weights import manifest as manifests
 from scavenger.weights.manifest import Manifest
@@ -108,7 +108,9 @@ class Worker:
         self._commands: asyncio.Queue[Action | _Pulled] = asyncio.Queue()
         self._session = Session(options.identity, options.limits, clock())
         self._link = Link(options.state_dir, options.keypair, self._inbox.put_nowait)
-        self._store = Store(options.keypair, self._serves, self._near_daemon, clock=clock, pace=NodePace(options.pull_nbytes_per_s))
+        pace = NodePace(options.pull_nbytes_per_s)
+        self._store = Store(options.keypair, self._serves, self._near_daemon, clock=clock, pace=pace, on_fault=self._cannot_serve)
+        self._main: asyncio.AbstractEventLoop | None = None  # once it runs
         self._may_generate = asyncio.Event()
         self._engine: Engine | None = None
         self._connecting: asyncio.Task[None] | None = None
@@ -117,7 +119,7 @@ class Worker:
 
     async def run(self) -> Leave:
         """Work until the session says to leave."""
-        loop = asyncio.get_running_loop()
+        self._main = loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._inbox.put_nowait, Terminate(signal.Signals(number).name))
         # The import takes longer than the connection: both at once. Its errors are met again, and told, at Build.
@@ -246,6 +248,12 @@ class Worker:
 
     def _serves(self, serving: wire.Serving) -> None:
         self._inbox.put_nowait(Serves(serving))
+
+    def _cannot_serve(self, fault: WeightsError) -> None:
+        """From the thread that served: other engines would go on asking this process, which is a fault of ours and no preemption."""
+        _log.error("worker.cannot_serve", reason=fault.log_text)
+        assert self._main is not None  # nothing is served before
+        self._main.call_soon_threadsafe(self._inbox.put_nowait, EngineDied(told(fault)))
 
     def _near_daemon(self) -> str:
         """The address of this host that the daemon's host can reach: other workers can, too."""

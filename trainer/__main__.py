@@ -107,8 +107,11 @@ def watched(config: RunConfig, comm: Comm, stack: ExitStack) -> Here:
     return here
 
 
-def weights_source(config: RunConfig, comm: Comm) -> WeightSource:
-    """Where this rank serves its share of the weights. Every rank calls it. Raises `ConfigError` where engines could not reach it."""
+def weights_source(config: RunConfig, comm: Comm, ending: Ending) -> WeightSource:
+    """Where this rank serves its share of the weights. Every rank calls it. Raises `ConfigError` where engines could not reach it.
+
+    `ending` is told when it cannot serve any more: engines would wait for this rank's share.
+    """
     weights, here = config.weights, socket.gethostname()
     lead = comm.share(here.encode()).decode()
     if lead != here and _is_loopback(weights.listen):
@@ -117,7 +120,9 @@ def weights_source(config: RunConfig, comm: Comm) -> WeightSource:
             'set weights.listen = "0.0.0.0" in run.toml',
         )
     advertise = weights.advertise if lead == here else ""  # it names rank 0's host; another one goes by its own name
-    return WeightSource(weights.listen, advertise, encrypt=weights.encrypt, deltas=weights.deltas, nixl=weights.nixl)
+    return WeightSource(
+        weights.listen, advertise, encrypt=weights.encrypt, deltas=weights.deltas, nixl=weights.nixl, on_fault=ending.fail
+    )
 
 
 def spool_of(config: RunConfig) -> Spool | None:
@@ -159,15 +164,14 @@ def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> int:
     with ExitStack() as stack:
         reward = config.reward
         runner = stack.enter_context(_runner(reward))
-        learner, here = make_learner(config, comm), watched(config, comm, stack)
-        source = LocalSource() if options.local else stack.enter_context(weights_source(config, comm))
+        learner, here, ending = make_learner(config, comm), watched(config, comm, stack), Ending()
+        source = LocalSource() if options.local else stack.enter_context(weights_source(config, comm, ending))
         ranks = Ranks(comm, learner, Publisher(source, spool_of(config)), here)
         monitor = Monitor(config.run.out_dir, steps=config.run.steps, more=chosen(config))
         stack.callback(monitor.close)
         start, run = begin(config, spec, ranks, source, stack, options.resume)
         set_aside(config, start, run.attempt)
         scoring = Scoring(runner, tokenizer, reward, config.algorithm, monitor.say, config.sampling.max_tokens)
-        ending = Ending()
         ending.listen()
         loop = Loop(config, run, ranks, scoring, problems, how, monitor, start, crash_at, ending)
         try:
@@ -276,9 +280,9 @@ def main(argv: list[str] | None = None) -> int:
             # failure and close the run; so rank 0 goes first, and its launcher ends the rest.
             ignore()
             with ExitStack() as stack:
-                learner, here = make_learner(config, comm), watched(config, comm, stack)
-                source = stack.enter_context(weights_source(config, comm))
-                serve(comm, learner, Publisher(source, spool_of(config)), here)
+                learner, here, ending = make_learner(config, comm), watched(config, comm, stack), Ending()
+                source = stack.enter_context(weights_source(config, comm, ending))
+                serve(comm, learner, Publisher(source, spool_of(config)), here, ending.check)
         leave()
     except ScavengerError as error:
         return _ended(comm, error, f"error: {error}")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,6 +24,10 @@ _RESULT_POLL_S = 0.0005
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 
 
+def _nothing() -> None:
+    """Nobody looks for anything."""
+
+
 class Comm(Protocol):
     """The world as a rank sees it."""
 
@@ -34,8 +38,8 @@ class Comm(Protocol):
         """Rank 0: give rank r its frame r (its own entry is skipped)."""
         ...
 
-    def receive(self) -> bytes:
-        """Other ranks: wait for the next frame from rank 0."""
+    def receive(self, look: Callable[[], None] = _nothing) -> bytes:
+        """Other ranks: wait for the next frame from rank 0. `look` is called first, and while it waits; what it raises ends that."""
         ...
 
     def reply(self, frame: bytes) -> None:
@@ -63,7 +67,7 @@ class Solo:
     def send(self, frames: Sequence[bytes]) -> None:
         pass
 
-    def receive(self) -> bytes:
+    def receive(self, look: Callable[[], None] = _nothing) -> bytes:
         raise RuntimeError("a world of one has nobody to receive from")
 
     def reply(self, frame: bytes) -> None:
@@ -95,8 +99,8 @@ class MpiComm:
         for rank in range(1, self.size):
             self._world.Send([frames[rank], self._mpi.BYTE], dest=rank, tag=COMMAND_TAG)
 
-    def receive(self) -> bytes:
-        return self._take(0, COMMAND_TAG, self._idle_poll_s)
+    def receive(self, look: Callable[[], None] = _nothing) -> bytes:
+        return self._take(0, COMMAND_TAG, self._idle_poll_s, look)
 
     def reply(self, frame: bytes) -> None:
         self._world.Send([frame, self._mpi.BYTE], dest=0, tag=RESULT_TAG)
@@ -113,10 +117,12 @@ class MpiComm:
     def abort(self, code: int) -> None:
         self._world.Abort(code)
 
-    def _take(self, source: int, tag: int, poll_s: float) -> bytes:
+    def _take(self, source: int, tag: int, poll_s: float, look: Callable[[], None] = _nothing) -> bytes:
         status = self._mpi.Status()
+        look()
         while not self._world.Iprobe(source=source, tag=tag, status=status):
             time.sleep(poll_s)
+            look()
         frame = bytearray(status.Get_count(self._mpi.BYTE))
         self._world.Recv([frame, self._mpi.BYTE], source=source, tag=tag)
         return bytes(frame)

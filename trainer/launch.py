@@ -201,7 +201,8 @@ def _let_save(ranks: subprocess.Popen[bytes], grace_s: float) -> None:
 def _check(engines: Sequence[Engine]) -> None:
     """Raises `Refused` when every engine was refused too often: nobody would wake when harvested engines go."""
     if engines and all(engine.given_up for engine in engines):
-        raise Refused(f"every reserved engine was refused {reserved.MOST_REFUSALS} times in a row: {engines[0].history.words}")
+        often, words = reserved.MOST_REFUSALS, engines[0].history.words
+        raise Refused(f"every reserved engine was refused or could not start {often} times in a row: {words}")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -7,7 +7,7 @@ copied is written by threads of their own, which every rank has ended before it 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -107,12 +107,20 @@ def execute(learner: Learner, saver: Saver, publisher: Publisher, command: Comma
     return b""
 
 
-def serve(comm: Comm, learner: Learner, publisher: Publisher, here: Here | None = None) -> None:
-    """Every rank but 0: do what rank 0 says until it says stop. `here` is told where it is."""
+def _nothing() -> None:
+    """Nothing can be wrong but what commands say themselves."""
+
+
+def serve(comm: Comm, learner: Learner, publisher: Publisher, here: Here | None = None, check: Callable[[], None] = _nothing) -> None:
+    """Every rank but 0: do what rank 0 says until it says stop. `here` is told where it is.
+
+    `check` raises what a thread of this rank's met: before a command, and while there is none. Rank 0 may wait for samples that cannot come
+    as long as this rank's weights are not served.
+    """
     saver, here = Saver(), here or Here()
     while True:
         with here.at("waiting for rank 0", idle=True):
-            command = _commands.decode(comm.receive())
+            command = _commands.decode(comm.receive(check))
         with here.at(told(command), command=True):
             frame = execute(learner, saver, publisher, command)
         if isinstance(command, Stop):

@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 STOP_S = 5.0
-ENGINE_DRAINED, ENGINE_REFUSED = 0, 78  # two of rollout's exit codes
+ENGINE_DRAINED, ENGINE_CANNOT_START, ENGINE_REFUSED = 0, 72, 78  # three of rollout's exit codes
+REFUSALS = (ENGINE_CANNOT_START, ENGINE_REFUSED)  # it says what is to be mended, from outside
 FIRST_BACKOFF_S, MOST_BACKOFF_S = 1.0, 30.0
 STEADY_S = 60.0  # an engine that lived this long did not die of how it was started
 MOST_REFUSALS = 5  # in a row
@@ -70,7 +71,7 @@ def step_argv(engine: Sequence[str], place: Place, nodes: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What a next start depends on. `refusals` in a row; `words`: why it was refused last."""
+    """What a next start depends on. `refusals` in a row, its own word that it cannot start included; `words`: why, last."""
 
     backoff_s: float = FIRST_BACKOFF_S
     refusals: int = 0
@@ -81,8 +82,8 @@ def ended(history: History, code: int, lived_s: float, words: str) -> tuple[Hist
     """Pure: after an engine's end, its history and the seconds to wait before it is started again."""
     steady = lived_s >= STEADY_S
     wait = FIRST_BACKOFF_S if steady else history.backoff_s
-    refusals = 0 if steady or code != ENGINE_REFUSED else history.refusals
-    if code == ENGINE_REFUSED and RUN_ENDED not in words:
+    refusals = 0 if steady or code not in REFUSALS else history.refusals
+    if code in REFUSALS and RUN_ENDED not in words:
         refusals += 1
     return History(min(2 * wait, MOST_BACKOFF_S), refusals, words), wait
 
@@ -136,7 +137,8 @@ class Engine:
         self._let_go(self.process)
         said = reason(self._tail.decode(errors="replace"))
         self.history, wait = ended(self.history, code, now - self._started_at, said)
-        what = {ENGINE_DRAINED: "was let go", ENGINE_REFUSED: f"was refused: {said}"}.get(code, f"ended with status {code}")
+        known = {ENGINE_DRAINED: "was let go", ENGINE_CANNOT_START: f"cannot start: {said}", ENGINE_REFUSED: f"was refused: {said}"}
+        what = known.get(code, f"ended with status {code}")
         print(f"launch: reserved engine {self._number} {what}; again in {wait:g} s", flush=True)
         self.start_at = now + wait
 

@@ -97,7 +97,7 @@ CRASHES = frozenset({JobState.FAILED, JobState.OUT_OF_MEMORY})
 _HOLDS_BACK = frozenset({JobFlag.REQUEUE_HOLD, JobFlag.SPECIAL_EXIT})
 _LEFT_ON_NOTICE = (128 + 15, 75)  # TERM, or EX_TEMPFAIL: what our worker exits with when it was told to go
 _KILLED = (0, 128 + 9, *_LEFT_ON_NOTICE)
-#: Our worker's own word that it was refused or is of another release: no node's fault.
+#: Our worker's own word that the daemon refused it, or that it is of another release: no node's fault. What it lacks where it runs is.
 REFUSED = 78
 _INTENT = re.compile(r"scv-[0-9a-f]{16}")
 

@@ -12,7 +12,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import structlog
 
@@ -25,7 +25,7 @@ from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
 from scavenger.weights.protocol import MAX_REQUEST_BYTES, Answer, Map, NoSuch, Reach, Reached, decode_request, encode
 from scavenger.weights.shelf import Shelf, SourceStats
-from scavenger.weights.source_zmq import CurveServer
+from scavenger.weights.source_zmq import CurveServer, end_process
 
 IDLE_S = 60.0
 SEND_S = 30.0
@@ -52,13 +52,14 @@ class WeightSource:
         nbytes_per_s: float = 0.0,
         deltas: int | Relay = 0,
         nixl: bool = False,
+        on_fault: Callable[[WeightsError], None] = end_process,
     ) -> None:
         """Bind ports that the system gives on the interface `listen`; receivers are told to connect to `advertise`.
 
         `keep` versions are served; publishing one more retires the oldest. `encrypt`: under CURVE. `local`: hand the memory to readers
         on this machine. `deltas`: from so many versions back, made here; or those that came from elsewhere. `nbytes_per_s`: what it
-        sends at most, all receivers together; 0 = no bound. `nixl`: let the memory be read by NIXL, never where `encrypt`. Raises
-        `WeightsError` when it cannot bind.
+        sends at most, all receivers together; 0 = no bound. `nixl`: let the memory be read by NIXL, never where `encrypt`. `on_fault` is
+        called, from a thread of the source's, when it cannot serve any more. Raises `WeightsError` when it cannot bind.
         """
         self._agent = rdma.shared("serve") if nixl and not encrypt else None
         self._shelf = Shelf(keep, lease_s, deltas=Deltas(deltas) if isinstance(deltas, int) else deltas)
@@ -72,7 +73,7 @@ class WeightSource:
         self._curve: CurveServer | None = None
         try:
             if encrypt:
-                self._curve = CurveServer(self._shelf, socket.gethostbyname(listen))
+                self._curve = CurveServer(self._shelf, socket.gethostbyname(listen), on_fault)
                 port = self._curve.port
             else:
                 server = socket.create_server((socket.gethostbyname(listen), 0), backlog=64)
@@ -122,6 +123,8 @@ class WeightSource:
         view = buffer.view if buffer is not None else memoryview(blob).cast("B")  # type: ignore[arg-type]
         if self._closed.is_set() or not all(thread.is_alive() for _, thread in self._listeners):
             raise WeightsError("the weights source has stopped", "the process's log says why; restart it")
+        if self._curve is not None and self._curve.fault is not None:
+            raise self._curve.fault
         if chunks is not None and len(chunks) == len(manifest.chunk_hashes):
             chunks = None
         token = self._shelf.put(manifest, view, buffer, empty=empty, chunks=chunks)

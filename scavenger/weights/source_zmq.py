@@ -6,9 +6,12 @@ Answers refer to the version's memory and are never copied into a queue.
 
 from __future__ import annotations
 
+import contextlib
 import os
-import signal
+import sys
 import threading
+from collections.abc import Callable
+from typing import NoReturn
 
 import structlog
 import zmq
@@ -27,12 +30,21 @@ _log = structlog.get_logger(__name__)
 garbage.gc.context  # noqa: B018
 
 
-class CurveServer:
-    """`close` may be called from any thread."""
+def end_process(fault: WeightsError) -> NoReturn:
+    """What a source does whose owner did not say what else: no signal, which the process may ignore, or take for somebody's wish."""
+    print(f"error: {fault}", file=sys.stderr, flush=True)
+    os._exit(fault.exit_code)
 
-    def __init__(self, shelf: Shelf, address: str) -> None:
-        """Raises `WeightsError` when the address cannot be bound."""
+
+class CurveServer:
+    """`close` may be called from any thread. `fault`: why it serves no more."""
+
+    def __init__(self, shelf: Shelf, address: str, on_fault: Callable[[WeightsError], None] = end_process) -> None:
+        """`on_fault` is called once, from the server's thread, when that can serve no more. Raises `WeightsError` when the address cannot
+        be bound."""
         self._shelf = shelf
+        self._on_fault = on_fault
+        self.fault: WeightsError | None = None
         self._complaint = ""
         self._context = zmq.Context()
         public, secret = zmq.curve_keypair()
@@ -62,7 +74,8 @@ class CurveServer:
 
     def close(self) -> None:
         if self._thread.is_alive():
-            self._wake.send(b"")
+            with contextlib.suppress(zmq.Again):  # it is ending by itself, and its end of the pair is closed
+                self._wake.send(b"", zmq.NOBLOCK)
             self._thread.join()
         self._wake.close()
         self._context.term()
@@ -81,16 +94,18 @@ class CurveServer:
         poller.register(router, zmq.POLLIN)
         poller.register(wake, zmq.POLLIN)
         try:
-            # what is no request's fault ends the process: a source that is silent, and looks well, would keep engines waiting
+            # what is no request's fault is the owner's to act on: a source that is silent, and looks well, would keep engines waiting
             while True:
                 ready = dict(poller.poll(_POLL_MS))
                 if wake in ready:
                     return
                 if router in ready:
                     self._attempt(router, router.recv_multipart())
-        except Exception as error:  # noqa: BLE001 - whatever it is, the process ends for it
-            _log.critical("weights.source_ended", reason=f"{type(error).__name__}: {error}", exc_info=error)
-            os.kill(os.getpid(), signal.SIGTERM)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the owner is told
+            said = f"{type(error).__name__}: {error}"
+            _log.critical("weights.source_ended", reason=said, exc_info=error)
+            self.fault = WeightsError("the encrypted weights source cannot serve any more", "start this process again", quoted=said)
+            self._on_fault(self.fault)
         finally:
             router.close()
             wake.close()

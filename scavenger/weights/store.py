@@ -25,6 +25,7 @@ from scavenger.weights.memory import Buffer, Pool
 from scavenger.weights.pace import NodePace
 from scavenger.weights.pull import Pull
 from scavenger.weights.source import WeightSource
+from scavenger.weights.source_zmq import end_process
 from scavenger.weights.transfer import Limits
 
 ANNOUNCE_S = 0.5  # a pull that takes longer serves others while it runs
@@ -62,9 +63,11 @@ class Store:
         announce_s: float = ANNOUNCE_S,
         clock: Callable[[], float] = time.monotonic,
         pace: NodePace | None = None,
+        on_fault: Callable[[WeightsError], None] = end_process,
     ) -> None:
-        """`pace`: how fast it may fetch; closed with the store."""
+        """`pace`: how fast it may fetch; closed with the store. `on_fault`: called, from another thread, when what it serves from fails."""
         self._keypair = keypair
+        self._on_fault = on_fault
         self._say = say
         self._address = address
         self._limits = limits
@@ -95,6 +98,7 @@ class Store:
         It stays until a version of another base is asked for; so does what is held beside it, until `get` asks for the adapters.
         """
         assert manifest.adapter is not None
+        self.verify_s = 0.0  # nothing is hashed for a base that is here
         root, said = manifest.adapter.base, weights.base
         if said is None:
             here = next((held for held in self._held.values() if held[0].root == root), None)
@@ -204,7 +208,9 @@ class Store:
             encrypt = weights.encrypt or any(source.server_key for source in weights.sources)
             try:
                 nixl = any(source.nixl for source in weights.sources) and rdma.installed()
-                self._source = WeightSource(self._address(), keep=KEEP, encrypt=encrypt, nixl=nixl, deltas=self._relay)
+                self._source = WeightSource(
+                    self._address(), keep=KEEP, encrypt=encrypt, nixl=nixl, deltas=self._relay, on_fault=self._on_fault
+                )
                 self._encrypted = encrypt
             except (ScavengerError, OSError) as error:
                 _log.warning("weights.not_served_on", reason=str(error))

@@ -399,6 +399,18 @@ def test_jobs_of_another_release_back_off_and_blame_no_node() -> None:
     assert not w.tracker.health.quarantined(32.0)
 
 
+def test_a_node_where_engines_cannot_read_their_key_is_quarantined() -> None:
+    """Its file system is not mounted: that is said before the daemon is asked anything, and is no refusal of the daemon's."""
+    w = Watch()
+    for n, at in enumerate((0.0, 10.0, 30.0)):
+        intent = f"scv-{n:016x}"
+        w.submit(intent, n + 1, at)
+        w.see(at + 2, ours(intent, n + 1, JobState.FAILED, exit_code=72, nodes=("node2",), start_time=at + 1, end_time=at + 2))
+    [(name, reason)] = w.tracker.health.quarantined(32.0)
+    assert name == "node2"
+    assert "exit code 72" in reason
+
+
 def test_deaths_far_apart_do_not_quarantine() -> None:
     health = Health(RULES.health)
     assert [health.died("node1", "x", at) for at in (0.0, 400.0, 700.0, 1100.0)] == [""] * 4

@@ -16,13 +16,24 @@ from types import ModuleType
 
 import msgspec
 import pytest
+import zmq
 
 from rollout.engines.base import Delta, EngineInfo, Host, Request, Weight
-from rollout.events import EXIT_DRAINED, EXIT_ENGINE_FAILED, EXIT_PREEMPTED, EXIT_REFUSED, Identity, Leave, Limits
+from rollout.events import (
+    EXIT_CANNOT_START,
+    EXIT_DRAINED,
+    EXIT_ENGINE_FAILED,
+    EXIT_PREEMPTED,
+    EXIT_REFUSED,
+    Identity,
+    Leave,
+    Limits,
+)
 from rollout.worker import Options, Worker
 from scavenger import __version__, keys, wire
-from scavenger.errors import EngineError
+from scavenger.errors import EngineError, WeightsError
 from scavenger.weights import manifest as manifests
+from scavenger.weights import source_zmq
 from scavenger.weights.pull import pull
 from scavenger.weights.source import WeightSource
 from scavenger.wire import EngineSpec, Held, Lease, SampleKey, Sampling, pack_tokens
@@ -378,6 +389,34 @@ def test_a_dead_engine_ends_the_worker_with_70(play: Run) -> None:
     play(scene)
 
 
+def test_an_engine_whose_serving_fails_ends_with_70_and_not_as_preempted(play: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody took its GPU: the ledger must not say so."""
+
+    def attempt(self: source_zmq.CurveServer, *_: object) -> None:
+        raise zmq.ZMQError(zmq.ENOTSOCK)
+
+    async def scene(stage: Stage) -> None:
+        await stage.ready()
+        manifest, blob = manifests.build(2, {"w": ("float32", (256,), memoryview(bytes(1024)))})
+        with WeightSource(encrypt=True, local=False) as publisher:
+            order = wire.UseWeights(2, manifests.encode(manifest), (publisher.publish(manifest, blob),), encrypt=True)
+            stage.daemon.send(order)
+            serving = await stage.daemon.expect(wire.Serving)
+            while serving.source is None or not serving.source.server_key:
+                serving = await stage.daemon.expect(wire.Serving)
+            await stage.daemon.expect(wire.WeightsLoaded)
+            monkeypatch.setattr(source_zmq.CurveServer, "_attempt", attempt)  # stands for a `recv` or `poll` that fails
+            with pytest.raises(WeightsError):
+                await pull(manifest, (msgspec.structs.replace(serving.source, local=""),), keys.generate(), 0.5)
+            goodbye = await stage.daemon.expect(wire.Goodbye)
+            assert (goodbye.failed, goodbye.notice) == (True, False)
+            assert "cannot serve any more" in goodbye.reason
+            stage.daemon.send(wire.GoodbyeAck())
+            await stage.ends(EXIT_ENGINE_FAILED)
+
+    play(scene)
+
+
 def kind_of(reason: str) -> str:
     """An unforeseen error's type and file, which is all that the daemon is told of it: its words may quote a prompt."""
     assert reason.endswith("(its own words are in the log of the process)")
@@ -540,9 +579,23 @@ def test_a_job_that_was_submitted_for_another_release_is_refused(
     assert program.main(argv, {}) == EXIT_REFUSED
     said = capsys.readouterr().err
     assert f"submitted for release 0.0.1, and {sys.executable} has release {__version__}" in said
-    assert "remedy" in said or "restart the daemon" in said
+    assert "\n  remedy: restart the daemon after an upgrade" in said
     program.check_code(__version__)
     program.check_code("")
+
+
+@pytest.mark.parametrize(
+    ("key", "environment", "said"),
+    [("/not-mounted/worker.key", {}, "does not exist"), ("", {"SCAVENGER_GPUS": "two"}, "is not a number")],
+)
+def test_a_worker_that_lacks_something_where_it_runs_was_not_refused(
+    program: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, environment: dict[str, str], said: str
+) -> None:
+    """That may be so on this node alone, which is to be seen by the exit code."""
+    path = key or str(_key_file(tmp_path, ME))
+    argv = ["--state-dir", str(tmp_path), "--key", path, "--kind", "harvested", "--run", "run", "--code", __version__]
+    assert program.main(argv, environment) == EXIT_CANNOT_START
+    assert said in capsys.readouterr().err
 
 
 @asynccontextmanager
@@ -618,12 +671,12 @@ def test_a_wrong_key_ends_the_process_with_78(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_key_that_others_can_read_is_refused_with_its_remedy(tmp_path: Path) -> None:
+def test_a_key_that_others_can_read_ends_the_process_with_72_and_its_remedy(tmp_path: Path) -> None:
     async def main() -> None:
         key = _key_file(tmp_path, ME)
         key.chmod(0o644)
         async with process(tmp_path, key) as worker:
-            assert await asyncio.wait_for(worker.wait(), 90.0) == EXIT_REFUSED
+            assert await asyncio.wait_for(worker.wait(), 90.0) == EXIT_CANNOT_START
             assert worker.stderr is not None
             assert b"chmod 600" in await worker.stderr.read()
 

@@ -67,7 +67,7 @@ def test_a_trainer_that_commits_nothing_makes_rows_at_a_low_rate(few: int, what:
             refused += isinstance(bench.publish(n + 2), Denied)
         else:
             refused += isinstance(bench.call(RecordCheckpoint(0, 1, root(1), f"/c{n}")), Denied)
-    assert rows(bench, kind) <= few
+    assert few - 2 <= rows(bench, kind) <= few, "what is within the bound is done"
     assert refused >= 100 - few
     assert len(bench.ledger.log) - before <= 4 * few
     assert bench.router.core.counters["calls_refused"] == refused

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trainer import comm, tiny
+from trainer.ending import SIGNALS
 from trainer.tasks import sort
 
 
@@ -43,3 +45,12 @@ def mesh() -> Iterator[DeviceMesh]:
 @pytest.fixture
 def rng() -> random.Random:
     return random.Random(7)
+
+
+@pytest.fixture
+def signals() -> Iterator[None]:
+    """The trainer runs in this process: its handlers go with it."""
+    before = [signal.getsignal(number) for number in SIGNALS]
+    yield
+    for number, handler in zip(SIGNALS, before, strict=True):
+        signal.signal(number, handler)

@@ -140,5 +140,5 @@ def test_a_job_whose_every_engine_is_refused_ends_with_their_reason(tmp_path: Pa
     quick += "reserved.ended = lambda *end: (real(*end)[0], 0.05); sys.exit(launch.main(sys.argv[1:]))"
     done = subprocess.run([sys.executable, "-c", quick, script[-1]], env=environ, timeout=90, check=False, capture_output=True, text=True)
     assert done.returncode == 1
-    assert "every reserved engine was refused 5 times in a row: no such key; remedy: enroll" in done.stderr
+    assert "every reserved engine was refused or could not start 5 times in a row: no such key; remedy: enroll" in done.stderr
     assert done.stdout.count("reserved engine 0 was refused: no such key; remedy: enroll; again in") == 5

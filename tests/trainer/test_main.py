@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,7 @@ from scavenger.config import RunConfig, read_run
 from scavenger.errors import ConfigError
 from tests.trainer.test_local import write_run
 from trainer import checkpoint
-from trainer.ending import SIGNALS, TOLD_EXIT
+from trainer.ending import SIGNALS, TOLD_EXIT, Ending
 from trainer.local import LocalRun
 
 
@@ -64,11 +63,11 @@ def test_a_rank_on_another_host_serves_under_its_own_name_and_not_on_loopback(mo
     there: Any = SimpleNamespace(share=lambda frame: b"node1")
     monkeypatch.setattr(socket, "gethostname", lambda: "node2")
     with pytest.raises(ConfigError, match=r'reached from node2 alone, and rank 0 is on node1(.|\n)*"0.0.0.0"'):
-        program.weights_source(config(listen="127.0.0.1"), there)
-    with program.weights_source(config(listen="0.0.0.0", advertise="front.node1"), there) as source:
+        program.weights_source(config(listen="127.0.0.1"), there, Ending())
+    with program.weights_source(config(listen="0.0.0.0", advertise="front.node1"), there, Ending()) as source:
         assert source.endpoint.startswith("tcp://node2:")
     here: Any = SimpleNamespace(share=lambda frame: frame)
-    with program.weights_source(config(listen="0.0.0.0", advertise="front.node2"), here) as source:
+    with program.weights_source(config(listen="0.0.0.0", advertise="front.node2"), here, Ending()) as source:
         assert source.endpoint.startswith("tcp://front.node2:")
 
 
@@ -86,15 +85,6 @@ def test_other_ranks_outlive_sigterm_until_rank_0_is_gone(model_folder: Path, tm
         for number, handler in zip(SIGNALS, before, strict=True):
             signal.signal(number, handler)
     assert seen == [signal.SIG_IGN] * 2
-
-
-@pytest.fixture
-def signals() -> Iterator[None]:
-    """The trainer runs in this process: its handlers go with it."""
-    before = [signal.getsignal(number) for number in SIGNALS]
-    yield
-    for number, handler in zip(SIGNALS, before, strict=True):
-        signal.signal(number, handler)
 
 
 def ended(run_toml: Path, number: signal.Signals, purpose: str, step: int, monkeypatch: pytest.MonkeyPatch) -> bool:

@@ -10,7 +10,7 @@ import pytest
 from scavenger import wire
 from tests.router.harness import started
 from trainer import reserved
-from trainer.reserved import ENGINE_DRAINED, ENGINE_REFUSED, History, Place
+from trainer.reserved import ENGINE_CANNOT_START, ENGINE_DRAINED, ENGINE_REFUSED, History, Place
 
 
 @pytest.mark.parametrize(
@@ -51,6 +51,7 @@ def test_refusals_count_in_a_row_and_not_those_of_a_run_that_is_not_open_yet() -
         (ENGINE_REFUSED, "no such key", 2),
         (ENGINE_REFUSED, "run 'r' has ended", 2),
         (ENGINE_REFUSED, "no such key", 3),
+        (ENGINE_CANNOT_START, "key file /k does not exist", 4),
         (ENGINE_DRAINED, "", 0),
     ]:
         history, _ = reserved.ended(history, code, 1.0, words)
@@ -86,11 +87,11 @@ import os, sys
 with open({str(mark)!r}, "a") as file:
     print(os.environ["SCAVENGER_SLOT"], os.environ["SCAVENGER_RESTART_COUNT"], file=file)
 print("rollout: life", os.environ["SCAVENGER_RESTART_COUNT"], file=sys.stderr, flush=True)
-os._exit([0, 78, 70][int(os.environ["SCAVENGER_RESTART_COUNT"])])
+os._exit([0, 78, 70, 72][int(os.environ["SCAVENGER_RESTART_COUNT"])])
 """
     engine = reserved.Engine([sys.executable, "-S", "-c", script], os.environ, 4)
     now, deadline, waits = 0.0, time.monotonic() + 90, []
-    while len(waits) < 3:
+    while len(waits) < 4:
         assert time.monotonic() < deadline
         before = engine.start_at
         engine.tend(now)
@@ -98,10 +99,11 @@ os._exit([0, 78, 70][int(os.environ["SCAVENGER_RESTART_COUNT"])])
             waits.append(engine.start_at - now)
             now = engine.start_at
         time.sleep(0.005)
-    assert mark.read_text() == "4 0\n4 1\n4 2\n"
-    assert waits == [1.0, 2.0, 4.0]
+    assert mark.read_text() == "4 0\n4 1\n4 2\n4 3\n"
+    assert waits == [1.0, 2.0, 4.0, 8.0]
     out, err = capfd.readouterr()
     assert "reserved engine 4 was let go; again in 1 s" in out
     assert "reserved engine 4 was refused: life 1; again in 2 s" in out
     assert "reserved engine 4 ended with status 70; again in 4 s" in out
-    assert err == "rollout: life 0\nrollout: life 1\nrollout: life 2\n"
+    assert "reserved engine 4 cannot start: life 3; again in 8 s" in out
+    assert err == "rollout: life 0\nrollout: life 1\nrollout: life 2\nrollout: life 3\n"

@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import errno
 import os
+import queue
 import random
-import signal
 import socket
 import subprocess
 import sys
@@ -725,10 +725,27 @@ def test_a_request_that_meets_a_fault_of_ours_is_told_and_ends_nothing(encrypt: 
     assert (line["reason"], line["log_level"]) == ("RuntimeError: out of luck", "error")
 
 
-def test_a_curve_source_whose_socket_fails_ends_its_process_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+DEAF = """
+import signal, sys, threading
+from scavenger.weights.source import WeightSource
+
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # as ranks of a trainer do
+source = WeightSource(encrypt=True, local=False)
+threading.Thread(target=source._curve._context.term, daemon=True).start()  # its `poll` fails from now on
+threading.Event().wait()
+"""
+
+
+def test_a_curve_source_whose_socket_fails_ends_a_process_that_ignores_sigterm_and_says_why() -> None:
     """It cannot serve again, and its holders would go on naming it."""
-    ended = threading.Event()
-    monkeypatch.setattr(source_zmq.os, "kill", lambda pid, number: ended.set() if (pid, number) == (os.getpid(), signal.SIGTERM) else None)
+    done = subprocess.run([sys.executable, "-c", DEAF], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1, done
+    assert "error: the encrypted weights source cannot serve any more: ContextTerminated" in done.stderr
+    assert "remedy: start this process again" in done.stderr
+    assert "weights.source_ended" in done.stdout + done.stderr
+
+
+def test_a_curve_source_whose_socket_fails_tells_its_owner_and_publishes_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source_zmq, "_log", structlog.get_logger())
 
     def attempt(self: source_zmq.CurveServer, *_: object) -> None:
@@ -737,16 +754,21 @@ def test_a_curve_source_whose_socket_fails_ends_its_process_and_says_why(monkeyp
     monkeypatch.setattr(source_zmq.CurveServer, "_attempt", attempt)  # stands for a `recv` or `poll` that fails
     manifest, blob = version(1)
     context = zmq.Context()
-    with capture_logs() as told, WeightSource(encrypt=True, local=False) as source:
+    faults: queue.SimpleQueue[WeightsError] = queue.SimpleQueue()
+    with capture_logs() as told, WeightSource(encrypt=True, local=False, on_fault=faults.put) as source:
         address = source.publish(manifest, blob)
         asking = dealer(context, address)
         asking.connect(address.endpoint)
         try:
             asking.send(protocol.get(address.token, 1, 0))
-            assert ended.wait(10)
+            fault = faults.get(timeout=10)
         finally:
             asking.close()
             context.term()
+        assert "ZMQError: Socket operation on non-socket" in str(fault)
+        with pytest.raises(WeightsError, match="cannot serve any more"):
+            source.publish(*version(2))
+    assert faults.empty(), "it is told once"
     assert [entry["log_level"] for entry in told if entry["event"] == "weights.source_ended"] == ["critical"]
 
 

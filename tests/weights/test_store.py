@@ -307,6 +307,32 @@ def test_the_same_weights_under_another_number_are_not_pulled_again() -> None:
     asyncio.run(main())
 
 
+def test_a_base_that_is_held_takes_no_hashing() -> None:
+    """The figure is of this pull, not of the one before it."""
+
+    async def main() -> None:
+        base, base_blob = manifests.build(1, {"w": ("bfloat16", (1 << 21,), memoryview(os.urandom(1 << 22)))})
+        adapter = manifests.Adapter(base.root, 1.0, "bfloat16")
+        adapters = [
+            manifests.build(number, {"l.lora_A.weight": ("bfloat16", (1 << 18,), memoryview(os.urandom(1 << 19)))}, adapter=adapter)
+            for number in (2, 3)
+        ]
+        async with engines(1) as (engine,):
+            with WeightSource(local=False, keep=4) as trainer:
+                await engine.get(base, trainer.publish(base, base_blob))
+                assert engine.store.verify_s > 0
+                named = wire.BaseWeights(base.version, manifests.encode(base), (trainer.publish(base, base_blob),))
+                for manifest, blob in adapters:
+                    for said in (None, named):  # here already, whether or not it is named
+                        order = wire.UseWeights(manifest.version, b"m", (trainer.publish(manifest, blob),), (base.version,), base=said)
+                        assert (await engine.store.get_base(manifest, order, 10.0))[0].root == base.root
+                        assert engine.store.verify_s == 0.0
+                    await engine.store.get(manifest, order, 10.0)
+                    assert engine.store.verify_s > 0
+
+    asyncio.run(main())
+
+
 def test_another_history_s_weights_under_the_same_number_replace_those_served() -> None:
     async def main() -> None:
         old, old_blob = version(1, seed=1)
