@@ -139,7 +139,7 @@ def test_mpi_ranks_find_each_other_under_srun(slurm_sandbox: SlurmSandbox, tmp_p
 
 
 def test_no_slurm_commands_on_path_is_an_error_with_its_remedy() -> None:
-    with pytest.raises(ClusterError, match=r"no scontrol on PATH\n  remedy: .*local"):
+    with pytest.raises(ClusterError, match=r"no scontrol on this host's PATH\n  remedy: .*local"):
         SlurmCluster({"PATH": "/nonexistent"}).view()
 
 
