@@ -300,7 +300,12 @@ class _Daemons:
             procs.kill_trees(left)
             procs.reap(own)
             time.sleep(0.01)
-        self._end([*sandbox_accounting.DAEMONS, "munged"], signal.SIGTERM)
+        self._end_services()
+
+    def _end_services(self) -> None:
+        """One by one: slurmdbd hands the database what it still holds, and munge, which vouches for all of them, goes last."""
+        for name in (*sandbox_accounting.DAEMONS, "munged"):
+            self._end([name], signal.SIGTERM)
 
     def _end(self, names: list[str], sig: signal.Signals) -> None:
         alive = [child for name, child in self.children.items() if name in names and child.poll() is None]
