@@ -1,9 +1,9 @@
 """A private, throw-away, real Slurm on one machine, as the current user.
 
 `SlurmSandbox` is the handle: it starts `python -m scavenger.cluster.sandbox` and talks to it over two pipes. The helper
-(`serve`) owns the daemons. It is a process of its own because it adopts and reaps orphaned job steps, which must not
-reap children of the program that uses it; and it ends everything when its stdin closes, so the cluster dies with its
-user even when that was killed with SIGKILL. Nothing is written outside the sandbox's folder.
+(`serve`) owns the daemons. It is a process of its own because it adopts and reaps orphaned job steps, which must not reap children of the
+program that uses it; and it ends everything when its stdin closes, so the cluster dies with its user even when that was
+killed with SIGKILL. Nothing is written outside the sandbox's folder.
 
 Knows nothing of harvesting or training. Slurm must be installed (see `missing_slurm`).
 """
@@ -29,7 +29,7 @@ from typing import IO, Self
 
 import msgspec
 
-from scavenger.cluster import procs, sandbox_accounting
+from scavenger.cluster import procs, runner, sandbox_accounting
 from scavenger.cluster.layout import Layout, decode_layout, demo_layout, encode_layout
 from scavenger.cluster.ports import free_ports, listens
 from scavenger.cluster.sandbox_conf import Site, gres_conf, slurm_conf
@@ -140,8 +140,7 @@ class SlurmSandbox:
 
     def run(self, *argv: str, stdin: str | None = None, check: bool = True) -> str:
         """Run one Slurm command against this cluster and return its output. Raises `ClusterError` with its words."""
-        done = subprocess.run(argv, env=self.env, input=stdin, capture_output=True, text=True, timeout=60, check=False,
-                              cwd=self.dir)
+        done = subprocess.run(argv, env=self.env, input=stdin, capture_output=True, text=True, timeout=60, check=False, cwd=self.dir)
         if check and done.returncode != 0:
             raise ClusterError(f"{argv[0]}: {done.stderr.strip() or done.returncode}")
         return done.stdout
@@ -175,10 +174,7 @@ class SlurmSandbox:
             time.sleep(0.05)
 
     def kill_steps(self, job_id: int) -> tuple[int, ...]:
-        """SIGKILL every process of a job and its slurmstepds, with no notice at all; return their pids.
-
-        Slurm itself notices only later; follow with `down_node` to lose the node as well.
-        """
+        """SIGKILL a job's processes and its slurmstepds; return their pids. Slurm notices later: `down_node` loses the node, too."""
         mine = re.compile(rf"slurmstepd: \[{job_id}\.")
         table = procs.snapshot()
         steps = [pid for pid in procs.descendants(self.ready.pid, table) if mine.match(procs.title(pid))]
@@ -247,8 +243,8 @@ class _Daemons:
         assert binary is not None
         with open(self.dir / "log" / f"{name}.out", "ab") as log:
             self.children[name] = subprocess.Popen(
-                [binary, *argv[1:]], env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                start_new_session=True, preexec_fn=procs.die_with_parent)  # this process has one thread
+                [binary, *argv[1:]], env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+                preexec_fn=procs.die_with_parent)  # this process has one thread
 
     def start(self) -> None:
         run, munge = self.dir / "run", self.dir / "munge"
@@ -268,8 +264,7 @@ class _Daemons:
         self.wait_for("idle nodes", deadline, self.all_idle)
 
     def all_idle(self) -> bool:
-        done = subprocess.run(["sinfo", "-h", "-a", "-N", "-o", "%N %T"], env=self.env, capture_output=True, text=True,
-                              timeout=20, check=False)
+        done = runner.asked(["sinfo", "-h", "-a", "-N", "-o", "%N %T"], self.env, 20.0)
         idle = {line.split()[0] for line in done.stdout.splitlines() if line.endswith(" idle")}
         return idle == set(self.layout.nodes)
 
@@ -300,7 +295,12 @@ class _Daemons:
             procs.kill_trees(left)
             procs.reap(own)
             time.sleep(0.01)
-        self._end([*sandbox_accounting.DAEMONS, "munged"], signal.SIGTERM)
+        self._end_services()
+
+    def _end_services(self) -> None:
+        """One by one: slurmdbd hands the database what it still holds, and munge, which vouches for all of them, goes last."""
+        for name in (*sandbox_accounting.DAEMONS, "munged"):
+            self._end([name], signal.SIGTERM)
 
     def _end(self, names: list[str], sig: signal.Signals) -> None:
         alive = [child for name, child in self.children.items() if name in names and child.poll() is None]

@@ -9,19 +9,20 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol
 
+from scavenger.cluster import runner
 from scavenger.cluster.layout import Layout
 from scavenger.cluster.ports import listens
 from scavenger.cluster.sandbox_conf import Site, grace_of
 from scavenger.errors import ClusterError
 
 INSTALL = "apt-get install -y --no-install-recommends slurmdbd slurm-wlm-mysql-plugin mariadb-server"
-#: In the order in which they end.
+#: In the order in which they end, each once the one before is gone.
 DAEMONS = ("slurmdbd", "mariadbd")
+INSTALL_S, SACCTMGR_S = 60.0, 30.0
 _BINARIES = ("mariadb-install-db", "mariadbd", "slurmdbd", "sacctmgr")
 _DBD_CONF = """\
 AuthType=auth/munge
@@ -82,7 +83,7 @@ def start(daemons: Daemons, deadline: float) -> None:
         ("add", "account", "site", "Description=site", "Organization=site"),
         ("add", "user", site.user, "Account=site"),
     ):
-        _sacctmgr(daemons.env, *words)
+        _run(daemons.env, SACCTMGR_S, "sacctmgr", "-i", *words)
 
 
 def _database(daemons: Daemons, password: str, deadline: float) -> None:
@@ -94,12 +95,7 @@ def _database(daemons: Daemons, password: str, deadline: float) -> None:
         f"CREATE USER 'slurm'@'127.0.0.1' IDENTIFIED BY '{password}';\nGRANT ALL ON slurm_acct_db.* TO 'slurm'@'127.0.0.1';\n"
     )
     common = ("--no-defaults", f"--datadir={data}", f"--user={site.user}", "--innodb-log-file-size=8M")
-    made = subprocess.run(
-        ["mariadb-install-db", *common, "--auth-root-authentication-method=normal", "--skip-test-db"], env=daemons.env,
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=60, check=False,
-    )  # fmt: skip
-    if made.returncode != 0:
-        raise ClusterError(f"mariadb-install-db: {(made.stderr or made.stdout).strip()[-500:]}")
+    _run(daemons.env, INSTALL_S, "mariadb-install-db", *common, "--auth-root-authentication-method=normal", "--skip-test-db")
     daemons.spawn(
         "mariadbd", "mariadbd", *common, f"--socket={daemons.dir}/run/db.sock", f"--pid-file={daemons.dir}/run/db.pid",
         "--bind-address=127.0.0.1", f"--port={site.dbd_port + 1}", "--skip-name-resolve", f"--init-file={first}",
@@ -108,8 +104,8 @@ def _database(daemons: Daemons, password: str, deadline: float) -> None:
     daemons.wait_for("MariaDB's port", deadline, lambda: listens(site.dbd_port + 1))
 
 
-def _sacctmgr(env: Mapping[str, str], *words: str) -> None:
-    done = subprocess.run(["sacctmgr", "-i", *words], env=dict(env), stdin=subprocess.DEVNULL, capture_output=True, text=True,
-                          timeout=30, check=False, cwd=os.sep)  # fmt: skip
+def _run(env: Mapping[str, str], timeout_s: float, *argv: str) -> None:
+    """Raises `ClusterError` with the command's words, or that it gave no answer in time."""
+    done = runner.asked(argv, env, timeout_s, cwd=os.sep)
     if done.returncode != 0:
-        raise ClusterError(f"sacctmgr {' '.join(words)}: {(done.stderr or done.stdout).strip()[-500:]}")
+        raise ClusterError(f"{' '.join(argv)}: {(done.stderr or done.stdout).strip()[-500:]}")

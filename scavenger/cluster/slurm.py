@@ -1,12 +1,11 @@
-"""Slurm through its commands: the only place that runs them.
+"""Slurm through its commands.
 
-Owns processes, deadlines and the reading of exit statuses. What is run and how it is read is in `commands`. An
-observation is two commands whatever the number of jobs, and a third every `PARTITIONS_S`.
+Owns which are run when, in which environment, and the reading of exit statuses. What is run and how it is read is in
+`commands`, the running in `runner`. An observation is two commands whatever the number of jobs, and a third every `PARTITIONS_S`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import pwd
@@ -18,10 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from scavenger.cluster import commands, reservations, rpc, slurm_json, topology
+from scavenger.cluster import commands, reservations, rpc, runner, slurm_json, topology
 from scavenger.cluster.model import ClusterInfo, ClusterView, Job, JobSpec, Node, Partition, Reservation
 from scavenger.cluster.rpc import RpcCounter
-from scavenger.cluster.trouble import Trouble, trouble_of
+from scavenger.cluster.trouble import Trouble
 from scavenger.errors import ClusterError, ClusterUnavailable, SubmitUnknown
 
 #: Partitions change with the site's configuration, not with its jobs: they are asked for this often, not at every look.
@@ -33,14 +32,8 @@ _GONE = re.compile(r"Invalid job id|already complet(ed|ing)|Job/step already", r
 _STEERING = ("SLURM", "SBATCH", "SALLOC", "SQUEUE", "SINFO", "SCANCEL", "SCONTROL")
 _JOB_BASE = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "SLURM_CONF")
 _CANCEL_BATCH = 500
-#: How long a command that was killed is waited for.
-END_S = 5.0
 #: Admins make reservations hours before; asking more often would only cost requests.
 RESERVATIONS_S = 300.0
-
-
-class NotStarted(ClusterUnavailable):
-    """There was no process, no memory or no descriptor left for a command: it never ran, and Slurm knows nothing of it."""
 
 
 class SlurmCluster:
@@ -122,16 +115,17 @@ class SlurmCluster:
         # the job's environment is what we say and a plain base: nothing of the daemon's own leaks into it
         env = {key: self._env[key] for key in _JOB_BASE if key in self._env} | commands.job_environment(spec)
         try:
-            done = self._run(argv, rpc.SUBMIT, env=env, stdin=spec.script)
-        except NotStarted as error:
+            self.rpc.add(rpc.SUBMIT)
+            done = runner.run(argv, env, self._timeout_s, stdin=spec.script)
+        except runner.NotStarted as error:
             raise ClusterError(error.cause, error.remedy) from error  # nothing ran: there is no job to look for
         except subprocess.TimeoutExpired as error:
             raise SubmitUnknown(f"sbatch gave no answer within {self._timeout_s:.0f} s") from error
         if done.returncode != 0:
-            words = _words(done)
-            if _ANSWER_LOST.search(words):
-                raise SubmitUnknown(f"sbatch: {words}")
-            raise _failure("sbatch", words)
+            said = runner.words(done)
+            if _ANSWER_LOST.search(said):
+                raise SubmitUnknown(f"sbatch: {said}")
+            raise runner.failure("sbatch", said)
         try:
             return commands.parse_submitted(done.stdout)
         except ClusterUnavailable as error:
@@ -143,7 +137,7 @@ class SlurmCluster:
             done = self._command(commands.cancel_argv(some), {"kill": len(some)})
             real = [line for line in done.stderr.splitlines() if line.strip() and not _GONE.search(line)]
             if done.returncode != 0 and real:
-                raise _failure("scancel", " ".join(real))
+                raise runner.failure("scancel", " ".join(real))
 
     def requeue(self, job_id: int) -> None:
         self._ask(commands.requeue_argv(job_id), rpc.REQUEUE)
@@ -154,35 +148,12 @@ class SlurmCluster:
     def _ask(self, argv: Sequence[str], cost: Mapping[str, int]) -> str:
         done = self._command(argv, cost)
         if done.returncode != 0:
-            raise _failure(argv[0], _words(done))
+            raise runner.failure(argv[0], runner.words(done))
         return done.stdout
 
-    def _command(self, argv: Sequence[str], cost: Mapping[str, int]) -> subprocess.CompletedProcess[str]:
-        try:
-            return self._run(argv, cost, env=self._env)
-        except subprocess.TimeoutExpired as error:
-            raise _late(argv[0], self._timeout_s, error.stderr) from error
-
-    def _run(
-        self, argv: Sequence[str], cost: Mapping[str, int], *, env: Mapping[str, str], stdin: str = ""
-    ) -> subprocess.CompletedProcess[str]:
+    def _command(self, argv: Sequence[str], cost: Mapping[str, int]) -> runner.Done:
         self.rpc.add(cost)
-        try:
-            # errors=replace: others' job names need not be UTF-8, and must not blind us
-            process = subprocess.Popen(argv, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                       encoding="utf-8", errors="replace")
-        except FileNotFoundError as error:
-            raise ClusterError(f"no {argv[0]} on PATH", "install Slurm's commands, or set cluster.backend = \"local\"") from error
-        except OSError as error:
-            remedy = "raise this user's limits of processes and open files (ulimit -u, -n)"
-            raise NotStarted(f"{argv[0]} cannot be started: {error.strerror}", remedy, trouble=Trouble.BACKEND) from error
-        try:
-            out, err = process.communicate(stdin, timeout=self._timeout_s)
-        except OSError as error:
-            raise ClusterUnavailable(f"{argv[0]} gave no answer: {error.strerror}", trouble=Trouble.BACKEND) from error
-        finally:
-            _end(process)
-        return subprocess.CompletedProcess(argv, process.returncode, out, err)
+        return runner.asked(argv, self._env, self._timeout_s)
 
 
 class Remembered:
@@ -209,32 +180,3 @@ class Remembered:
 
 def _missing(partitions: Sequence[Partition], known: set[str]) -> list[str]:
     return sorted({name for part in partitions for name in part.nodes} - known)
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """Leave no command behind, and do not wait for one that the kernel holds (a file system that hangs): Python reaps it later."""
-    if process.poll() is None:
-        process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=END_S)
-    for pipe in (process.stdin, process.stdout, process.stderr):
-        if pipe is not None:
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
-
-
-def _words(done: subprocess.CompletedProcess[str]) -> str:
-    return " ".join(done.stderr.split()) or f"exit status {done.returncode}"
-
-
-def _late(command: str, timeout_s: float, stderr: bytes | str | None) -> ClusterUnavailable:
-    """What it complained of before its time was over says more than that it was slow: with munge down it tries for seconds."""
-    said = stderr.decode(errors="replace") if isinstance(stderr, bytes) else stderr or ""
-    words = " ".join(said.split())
-    cause = f"{command} gave no answer within {timeout_s:.0f} s" + (f": {words[-300:]}" if words else "")
-    return ClusterUnavailable(cause, trouble=trouble_of(words) or Trouble.NO_ANSWER)
-
-
-def _failure(command: str, words: str) -> ClusterError:
-    trouble = trouble_of(words)
-    return ClusterError(f"{command}: {words}") if trouble is None else ClusterUnavailable(f"{command}: {words}", trouble=trouble)

@@ -1,6 +1,6 @@
-"""Asks a site's Slurm for the facts that the rules read: a few commands, each with a deadline. The only module here that runs any.
+"""Asks a site's Slurm for the facts that the rules read: a few commands, each with a deadline. The only module here that has any run.
 
-Owns argv, deadlines, and that a command that failed is an answer with its error, never an empty one. Judges nothing.
+Owns argv, environment, deadlines, and that a command that failed is an answer with its error, never an empty one. Judges nothing.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import os
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 
-from scavenger.cluster import commands
+from scavenger.cluster import commands, runner
 from scavenger.cluster.sandbox import slurm_environment
 from scavenger.doctor.facts import QOS_FIELDS, Answer, Facts, Wanted
+from scavenger.errors import ClusterError
 
 DEADLINE_S = 20.0
 NO_SLURM = (
@@ -69,17 +69,11 @@ def gather(wanted: Wanted, *, env: Mapping[str, str] | None = None, deadline_s: 
 def ask(argv: Sequence[str], env: Mapping[str, str], deadline_s: float) -> Answer:
     """Run one command. Whatever goes wrong is said in the answer."""
     try:
-        # errors=replace: others' names and comments need not be UTF-8, and must not blind us
-        done = subprocess.run(
-            argv, env=dict(env), stdin=subprocess.DEVNULL, capture_output=True, encoding="utf-8", errors="replace",
-            timeout=deadline_s, check=False,
-        )  # fmt: skip
-    except FileNotFoundError:
-        return Answer(error=f"there is no {argv[0]} on this host's PATH")
-    except subprocess.TimeoutExpired:
-        return Answer(error=f"{argv[0]} gave no answer within {deadline_s:g} s")
+        done = runner.asked(argv, env, deadline_s)
+    except ClusterError as error:
+        return Answer(error=error.cause)
     if done.returncode != 0:
-        return Answer(error=f"{' '.join(argv[:3])}: {' '.join(done.stderr.split()) or f'exit status {done.returncode}'}")
+        return Answer(error=f"{' '.join(argv[:3])}: {runner.words(done)}")
     return Answer(done.stdout or done.stderr)  # older `srun --mpi=list` prints to stderr
 
 

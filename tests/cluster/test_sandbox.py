@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from scavenger.cluster import procs, sandbox
+from scavenger.cluster import procs, sandbox, sandbox_accounting
 from scavenger.cluster.layout import decode_layout, demo_layout, encode_layout
 from scavenger.cluster.model import JobSpec, JobState
 from scavenger.cluster.port import Cluster
@@ -139,7 +142,7 @@ def test_mpi_ranks_find_each_other_under_srun(slurm_sandbox: SlurmSandbox, tmp_p
 
 
 def test_no_slurm_commands_on_path_is_an_error_with_its_remedy() -> None:
-    with pytest.raises(ClusterError, match=r"no scontrol on PATH\n  remedy: .*local"):
+    with pytest.raises(ClusterError, match=r"no scontrol on this host's PATH\n  remedy: .*local"):
         SlurmCluster({"PATH": "/nonexistent"}).view()
 
 
@@ -147,6 +150,54 @@ def test_a_machine_without_slurm_is_told_what_to_install(monkeypatch: pytest.Mon
     monkeypatch.setattr(sandbox, "_search_path", lambda: "/nonexistent")
     with pytest.raises(ClusterError, match=r"no munged, slurmctld.*\n  remedy: apt-get install"):
         SlurmSandbox().start()
+
+
+def test_the_services_end_one_by_one_each_while_the_next_is_still_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is a process that, told to end, notes its name after a while: told all at once, munged would be first."""
+    monkeypatch.setattr(sandbox, "_PLUGINS", (str(tmp_path),))
+    daemons = sandbox._Daemons(demo_layout(), tmp_path)
+    (tmp_path / "log").mkdir()
+    try:
+        for name, slow in (("munged", 0.0), ("slurmdbd", 0.4), ("mariadbd", 0.2)):
+            text = f"trap 'sleep {slow}; echo {name} >>{tmp_path}/ended; exit' TERM; echo >{tmp_path}/{name}; while :; do sleep 0.02; done"
+            daemons.spawn(name, "sh", "-c", text)
+        daemons.wait_for("traps", time.monotonic() + 20, lambda: all((tmp_path / name).exists() for name in daemons.children))
+        daemons._end_services()
+        assert (tmp_path / "ended").read_text().split() == ["slurmdbd", "mariadbd", "munged"]
+        assert all(child.poll() is not None for child in daemons.children.values())
+    finally:
+        for child in daemons.children.values():
+            child.kill()
+            child.wait()
+
+
+class _NoDaemons:
+    """For accounting: programs from a folder, and daemons that need not be started."""
+
+    def __init__(self, folder: Path) -> None:
+        self.layout, self.dir = demo_layout(), folder
+        self.site = Site(str(folder), "host", "me", "/plugins", 20000, 20010)
+        self.env = {"PATH": os.pathsep.join([str(folder), "/usr/bin", "/bin"])}
+
+    def spawn(self, name: str, *argv: str) -> None:
+        pass
+
+    def wait_for(self, what: str, deadline: float, condition: Callable[[], bool]) -> None:
+        pass
+
+
+@pytest.mark.parametrize("name", ["mariadb-install-db", "sacctmgr"])
+@pytest.mark.parametrize(("text", "words"), [("exec sleep 60", "gave no answer within 0.5 s"), ("echo no room >&2; exit 1", ": no room")])
+def test_an_accounting_that_cannot_be_made_is_an_error_with_its_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str, words: str
+) -> None:
+    monkeypatch.setattr(sandbox_accounting, "INSTALL_S" if name != "sacctmgr" else "SACCTMGR_S", 0.5)
+    (tmp_path / "etc").mkdir()
+    for program in ("mariadb-install-db", "mariadbd", "slurmdbd", "sacctmgr"):
+        (tmp_path / program).write_text(f"#!/bin/sh\n{text if program == name else 'exit 0'}\n")
+        (tmp_path / program).chmod(0o755)
+    with pytest.raises(ClusterError, match=f"^{name}.*{words}"):
+        sandbox_accounting.start(_NoDaemons(tmp_path), time.monotonic() + 20)
 
 
 def test_a_configuration_says_what_the_layout_says() -> None:

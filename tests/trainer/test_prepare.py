@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -100,6 +101,11 @@ def test_what_was_assumed_is_told_once_with_where_to_change_it(
     assert "GPUs a node" not in told, "--gpus was given"
     assert all("train.sbatch" in line or "run.toml" in line for line in block)
     assert max(map(len, block)) <= 140
+    made = read_run(tmp_path / "one" / "run.toml")
+    size = f"{made.data.prompts_per_step} x {made.data.samples_per_prompt}"
+    assert f"{made.run.steps} steps of {size} answers, lr {made.optimizer.lr:g} ".replace("e-0", "e-") in told
+    (days,) = re.findall(r"^#SBATCH --time=(\d+)-00:00:00$", (tmp_path / "one" / "train.sbatch").read_text(), re.M)
+    assert f"no --account, no --qos, {days} days " in told
     draft(tmp_path / "two", own_model, data, "--partition=gold", "--gpu-memory-gb=40", f"--state-dir={tmp_path}", "--reward=a:b")
     told = capsys.readouterr().out
     for words in ("--partition=", "GB of memory", "run.state_dir", "reward.function"):

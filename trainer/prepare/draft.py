@@ -20,6 +20,8 @@ ANSWER_TOKENS = 1024
 MICRO_TOKENS = 16384
 #: From this many parameters on, activations are computed again.
 LARGE = 1_000_000_000
+STEPS, PROMPTS_PER_STEP, SAMPLES_PER_PROMPT, LEARNING_RATE = 300, 64, 8, "1e-6"
+DAYS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,18 +83,19 @@ def assumed(model: ModelFacts, data: DataFacts, wish: Wish, said: frozenset[str]
     """What the two files take for granted, by file, with the option or key that says otherwise. `said`: the options that were given."""
     context, answer = lengths(model.context, wish.longest)
     many = "" if wish.nodes == 1 else "s"
+    learning = f"{STEPS} steps of {PROMPTS_PER_STEP} x {SAMPLES_PER_PROMPT} answers, lr {LEARNING_RATE}"
     rows = [
         ("--partition", "train.sbatch", f"--partition={wish.partition}", "reserved GPUs, which nobody preempts (init --partition)"),
         ("--gpus", "train.sbatch", f"{wish.gpus} GPUs a node on {wish.nodes} node{many}", "init --gpus, --nodes"),
         ("--gpu-memory-gb", "train.sbatch", f"{wish.gpu_gb:g} GB of memory a GPU", "init --gpu-memory-gb"),
-        ("", "train.sbatch", "no --account, no --qos, 2 days", "Slurm's defaults for you; lines of the file"),
+        ("", "train.sbatch", f"no --account, no --qos, {DAYS} days", "Slurm's defaults for you; lines of the file"),
         ("--state-dir", "run.toml", "run.state_dir", "NOT KNOWN, must be set: the daemon's (init --state-dir)"),
         ("--engine", "run.toml", f"engine.name = {wish.engine}", f"vLLM is {'' if wish.engine == 'vllm' else 'not '}installed here"),
         ("", "run.toml", f"model.context_length = {context}", f"of it sampling.max_tokens = {answer} for an answer"),
         ("--prompt-field", "run.toml", f"data.prompt_field = {data.prompt_field}", "init --prompt-field"),
         ("--answer-field", "run.toml", f"data.answer_field = {data.answer_field}", "init --answer-field"),
         ("--reward", "run.toml", f"reward.function = {_verifier(data)}", "init --reward"),
-        ("", "run.toml", "300 steps of 64 x 8 answers, lr 1e-6", "run.steps, data.prompts_per_step, .samples_per_prompt, optimizer.lr"),
+        ("", "run.toml", learning, "run.steps, data.prompts_per_step, .samples_per_prompt, optimizer.lr"),
     ]
     known = said | ({"--state-dir"} if wish.state_dir else set()) | (set() if wish.gpus else {"--gpu-memory-gb"})
     shown = [row[1:] for row in rows if row[0] not in known]
@@ -124,7 +127,7 @@ def _run(wish: Wish, engine_gpus: int) -> str:
     return f"""[run]
 name = {_s(wish.name)}
 seed = 1
-steps = 300
+steps = {STEPS}
 {state}
 out_dir = "out"                     # checkpoints and metrics.jsonl; relative to this file
 max_engines = 16                    # harvested engines at most; the daemon's own limit applies too
@@ -161,8 +164,8 @@ def _data(model: ModelFacts, data: DataFacts) -> str:
         lines.append("chat_options = { enable_thinking = false }   # true: answers begin with long thoughts; raise sampling.max_tokens")
     lines += [
         'on_overlong = "stop"                # or "drop": prompts that leave no room for an answer are left out, and counted',
-        "prompts_per_step = 64",
-        "samples_per_prompt = 8",
+        f"prompts_per_step = {PROMPTS_PER_STEP}",
+        f"samples_per_prompt = {SAMPLES_PER_PROMPT}",
     ]
     return "\n".join(lines) + "\n"
 
@@ -221,7 +224,7 @@ name = "grpo"                       # or dapo, dr_grpo, rloo, gspo, cispo, ...: 
 #on_length = "mask"                 # answers that max_tokens ended are not trained
 
 [optimizer]
-lr = 1e-6
+lr = {LEARNING_RATE}
 warmup_steps = 10
 
 [lora]
@@ -260,7 +263,7 @@ def train_sbatch(wish: Wish) -> str:
 # One task (an MPI rank) a GPU.
 #SBATCH --ntasks={max(1, wish.gpus * wish.nodes)}
 {gpus}#SBATCH --cpus-per-task=4
-#SBATCH --time=2-00:00:00
+#SBATCH --time={DAYS}-00:00:00
 # A job that Slurm ends starts again from the newest checkpoint, and so does a second sbatch.
 #SBATCH --requeue
 #SBATCH --open-mode=append
