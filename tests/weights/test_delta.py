@@ -6,6 +6,7 @@ import asyncio
 import struct
 import threading
 import tracemalloc
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -89,7 +90,42 @@ def test_steps_of_one_size_cost_a_bit_or_two_an_item_whatever_share_of_them_show
     assert len(made) < 0.1 * len(before)
 
 
-@pytest.mark.parametrize("share", [0.02, 0.5])
+def bfloat16(values: np.ndarray[Any, np.dtype[np.float32]]) -> np.ndarray[Any, np.dtype[np.uint16]]:
+    bits = values.view("<u4")
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
+
+
+def step(size: float, rows: float) -> tuple[memoryview, memoryview]:
+    """An optimizer's step from masters that were bfloat16, up or down, of so large a share of the rows."""
+    rng = np.random.default_rng(0)
+    masters = (bfloat16(rng.normal(0, 0.02, 1 << 18).astype(np.float32)).astype("<u4") << 16).view("<f4")
+    moved = masters + np.float32(size) * rng.choice(np.float32([-1, 1]), len(masters)) * np.repeat(rng.random(len(masters) >> 8) < rows, 256)
+    return memoryview(bfloat16(masters).tobytes()), memoryview(bfloat16(moved).tobytes())
+
+
+@pytest.mark.parametrize(
+    ("size", "rows", "changed_share", "form", "bytes_share"),
+    [
+        (3e-7, 1.0, (0.003, 0.008), "few", 0.006),
+        (3e-6, 1.0, (0.03, 0.045), "all", 0.006),
+        (1e-3, 0.02, (0.012, 0.025), "few", 0.009),
+        (1e-5, 1.0, (0.1, 0.2), "all", 0.02),
+    ],
+)
+def test_the_shorter_form_is_kept_wherever_it_depends_on_which_items_moved(
+    size: float, rows: float, changed_share: tuple[float, float], form: str, bytes_share: float
+) -> None:
+    before, after = step(size, rows)
+    made, out = delta.encode(before, after, 2), memoryview(bytearray(len(before)))
+    delta.apply_chain(before, memoryview(delta.chain([made])), out)
+    assert out == after
+    share = np.mean(np.frombuffer(before, "<u2") != np.frombuffer(after, "<u2"))
+    assert changed_share[0] < share < changed_share[1]
+    assert ("few" if made[1] else "all") == form
+    assert len(made) < bytes_share * len(before)
+
+
+@pytest.mark.parametrize("share", [0.005, 0.5])
 @pytest.mark.parametrize("seed", range(40))
 def test_garbage_is_refused_or_makes_other_bytes_but_never_more(seed: int, share: float) -> None:
     rng = np.random.default_rng(seed)
