@@ -31,11 +31,11 @@ LEVEL = 1
 #: A chain is sent where it is at most this share of the chunk: reading the old bytes and scattering costs about as much as the rest saves.
 WORTH = 0.6
 MOST_LINKS = 8
-#: Up to this share of changed items their positions cost less than 1 % of the chunk: encoded and applied several times faster than all items'
-#: changes, which could save no more than that.
+#: Up to this share of changed items, positions cost less than 1 % of the chunk: all items' changes could save no more, and are several
+#: times slower to make and to apply.
 FEW = 0.01
-#: Beyond this share all items' changes are shorter, whichever ones moved. Between the two it depends on that: where they lie together positions
-#: are shorter; where the old exponent tells who moves, as after weights that were bfloat16 before the step, all items' changes are, by far.
+#: Beyond this share, all items' changes are shorter whichever items moved. Between the two it depends on that: positions are shorter where
+#: those lie together; all items' changes, by far, where the old exponent tells which move, as where the masters were bfloat16 before.
 MANY = 0.05
 _LARGE = 3
 _EXPONENT = {1: (0, 0xFF), 2: (7, 0xFF), 4: (23, 0xFF), 8: (52, 0x7FF)}  # where bfloat16, float32 and float64 have it: shift, mask
