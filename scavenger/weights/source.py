@@ -20,7 +20,8 @@ from scavenger import wire
 from scavenger.errors import WeightsError, WireError
 from scavenger.weights import rdma
 from scavenger.weights.channel import boot_id, read_exactly, send_frame, set_timeouts
-from scavenger.weights.deltas import Deltas, Relay
+from scavenger.weights.delta import MOST_LINKS
+from scavenger.weights.deltas import Chains, Encoder
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
 from scavenger.weights.protocol import MAX_REQUEST_BYTES, Answer, Map, NoSuch, Reach, Reached, decode_request, encode
@@ -50,7 +51,7 @@ class WeightSource:
         local: bool = True,
         lease_s: float = LEASE_S,
         nbytes_per_s: float = 0.0,
-        deltas: int | Relay = 0,
+        deltas: int | Chains = 0,
         nixl: bool = False,
     ) -> None:
         """Bind ports that the system gives on the interface `listen`; receivers are told to connect to `advertise`.
@@ -61,7 +62,9 @@ class WeightSource:
         `WeightsError` when it cannot bind.
         """
         self._agent = rdma.shared("serve") if nixl and not encrypt else None
-        self._shelf = Shelf(keep, lease_s, deltas=Deltas(deltas) if isinstance(deltas, int) else deltas)
+        chains = Chains(min(deltas, MOST_LINKS)) if isinstance(deltas, int) else deltas
+        self._encoder = Encoder(chains) if isinstance(deltas, int) and deltas else None
+        self._shelf = Shelf(keep, lease_s, chains=chains, encoder=self._encoder)
         self._pace = _Pace(nbytes_per_s)
         self._numbers = itertools.count()
         self._lock = threading.Lock()
@@ -91,8 +94,13 @@ class WeightSource:
         return self._shelf.stats
 
     @property
-    def deltas(self) -> Relay:
-        return self._shelf.deltas
+    def chains(self) -> Chains:
+        return self._shelf.chains
+
+    def wait_deltas(self) -> None:
+        """Until the newest version's deltas are made, where they are made here."""
+        if self._encoder is not None:
+            self._encoder.wait()
 
     # ---------------------------------------------------------------- what is served
 
@@ -161,7 +169,8 @@ class WeightSource:
             sock.close()
         for _, thread in threads:
             thread.join()
-        self._shelf.deltas.wait(stop=True)
+        if self._encoder is not None:
+            self._encoder.wait(stop=True)
         if self._curve is not None:
             self._curve.close()
 
