@@ -24,6 +24,7 @@ from scavenger.weights.delta import MOST_LINKS
 from scavenger.weights.deltas import Chains, Encoder
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
+from scavenger.weights.pace import Pace
 from scavenger.weights.protocol import MAX_REQUEST_BYTES, Answer, Map, NoSuch, Reach, Reached, decode_request, encode
 from scavenger.weights.shelf import Shelf, SourceStats
 from scavenger.weights.source_zmq import CurveServer
@@ -65,7 +66,7 @@ class WeightSource:
         chains = Chains(min(deltas, MOST_LINKS)) if isinstance(deltas, int) else deltas
         self._encoder = Encoder(chains) if isinstance(deltas, int) and deltas else None
         self._shelf = Shelf(keep, lease_s, chains=chains, encoder=self._encoder)
-        self._pace = _Pace(nbytes_per_s)
+        self._pace = Pace(nbytes_per_s)
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._open: dict[int, _Connection] = {}
@@ -344,23 +345,3 @@ class _Connection:
 
     def patience_s(self) -> float:
         return IDLE_S if self.proven else max(0.0, self._since + UNPROVEN_S - time.monotonic())
-
-
-class _Pace:
-    """A token bucket over all connections; it holds a tenth of a second's worth."""
-
-    def __init__(self, nbytes_per_s: float) -> None:
-        self.bounded = nbytes_per_s > 0
-        self._rate = nbytes_per_s
-        self._lock = threading.Lock()
-        self._free_at = 0.0
-
-    def take(self, nbytes: int, ended: threading.Event) -> None:
-        if not self.bounded:
-            return
-        with self._lock:
-            now = time.monotonic()
-            self._free_at = max(self._free_at, now - 0.1) + nbytes / self._rate
-            wait = self._free_at - now
-        if wait > 0:
-            ended.wait(wait)
