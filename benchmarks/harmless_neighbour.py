@@ -104,18 +104,22 @@ async def play(
     demand.clear()
     task = asyncio.create_task(made.run(stop))
     turns: list[Turn] = []
+
+    def more(kind: type, than: int) -> Callable[[], bool]:
+        return lambda: len(records(kind)) > than
+
     try:
         await _until("their job works", log.exists)
         for turn in range(options.turns):
             began = time.time()
             await asyncio.sleep(options.turn_s)  # the length of a measurement
             demand[:] = wanted
-            await _until("an engine runs", lambda n=turn: len(records(rec.HoldStarted)) > n)  # type: ignore[misc]
+            await _until("an engine runs", more(rec.HoldStarted, turn))
             there = time.time()
             await asyncio.sleep(options.turn_s)
             turns.append((began, there, time.time()))
             demand.clear()
-            await _until("it has left", lambda n=turn: len(records(rec.HoldEnded)) > n)  # type: ignore[misc]
+            await _until("it has left", more(rec.HoldEnded, turn))
     finally:
         await asyncio.to_thread(cluster.cancel, (theirs,))
         stop.set()

@@ -117,7 +117,7 @@ class HarvestSection(Section):
     drain_before_s: Annotated[float, Field(ge=0)] = 30.0  # leave so long before the time limit or a reservation
     fresh_after_s: Seconds = 30.0
     leave: Literal["requeue", "wait"] = "requeue"
-    pull_mb_per_s: Annotated[float, Field(ge=0)] = 0.0  # of weights, by all engines of a node together; 0 = no bound
+    pull_mb_per_s: Annotated[float, Field(ge=0)] = 0.0  # of weights, by all harvested engines of a node together; 0 = no bound
     nice: NonNegative = 10_000
     account: str = ""
     qos: str = ""

@@ -23,7 +23,7 @@ class JobScript:
     """The template's variables. `key` and `state_dir` are paths on the cluster's shared file system; `local_dir` is the local
     backend's directory (unused on Slurm). `engine` is imported while the daemon is asked, whose answer decides what is built.
     `container`: what stands before the engine's command, or "". `leave`: what the job does on Slurm's notice. `code`: the release that is
-    to run, "" for any. `pull_mb_per_s`: what all engines on a node may fetch of weights together; 0 for no bound."""
+    to run, "" for any. `pull_mb_per_s`: what all harvested engines on a node may fetch of weights together; 0 for no bound."""
 
     backend: Literal["slurm", "local"]
     python: str

@@ -31,8 +31,12 @@ LEVEL = 1
 #: A chain is sent where it is at most this share of the chunk: reading the old bytes and scattering costs about as much as the rest saves.
 WORTH = 0.6
 MOST_LINKS = 8
-#: Up to this share of changed items positions are about as short, and quicker.
-FEW = 0.05
+#: Up to this share of changed items, positions cost less than 1 % of the chunk: all items' changes could save no more, and are several
+#: times slower to make and to apply.
+FEW = 0.01
+#: Beyond this share, all items' changes are shorter whichever items moved. Between the two it depends on that: positions are shorter where
+#: those lie together; all items' changes, by far, where the old exponent tells which move, as where the masters were bfloat16 before.
+MANY = 0.05
 _LARGE = 3
 _EXPONENT = {1: (0, 0xFF), 2: (7, 0xFF), 4: (23, 0xFF), 8: (52, 0x7FF)}  # where bfloat16, float32 and float64 have it: shift, mask
 _HEAD = struct.Struct("<BBI")
@@ -59,12 +63,17 @@ def encode(old: memoryview, new: memoryview, width: int) -> bytes:
     kind = np.dtype(f"<u{width}")
     before, after = np.frombuffer(old, dtype=kind), np.frombuffer(new, dtype=kind)
     places = np.flatnonzero(before != after)
-    if len(places) > FEW * len(before):
+    if len(places) > MANY * len(before):
         return _encode_all(before, after)
+    few = _encode_few(before, after, places)
+    return few if len(places) <= FEW * len(before) else min(few, _encode_all(before, after), key=len)
+
+
+def _encode_few(before: Array, after: Array, places: Array) -> bytes:
     change = _folded(after[places] - before[places])
     gaps = np.diff(places, prepend=-1) - 1
     gap_width = 1 if not len(gaps) or gaps.max() < 1 << 8 else 2 if gaps.max() < 1 << 16 else 4
-    return _packed(width, gap_width, len(places), [*_planes(gaps.astype(f"<u{gap_width}")), *_planes(change)])
+    return _packed(before.dtype.itemsize, gap_width, len(places), [*_planes(gaps.astype(f"<u{gap_width}")), *_planes(change)])
 
 
 def _encode_all(before: Array, after: Array) -> bytes:

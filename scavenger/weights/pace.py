@@ -1,7 +1,7 @@
-"""How fast the engines of one node fetch weights together: a token bucket that their processes share.
+"""How fast weights come and go: a token bucket of one process (`Pace`), and one that the engines of a node share (`NodePace`).
 
-Their jobs run beside others' on a node whose network and file server are others' too. The bucket is eight bytes in a file of this user in
-memory: the moment, on the machine's own clock, at which what was taken is paid for. Owns that file. Knows nothing of what is fetched.
+Engines' jobs run beside others' on a node whose network and file server are others' too. Their bucket is eight bytes in a file of this user
+in memory: the moment, on the machine's own clock, at which what was taken is paid for. Owns that file. Knows nothing of what comes or goes.
 """
 
 from __future__ import annotations
@@ -32,35 +32,49 @@ LOCK_S = 0.1
 _FREE_AT = struct.Struct("<d")
 
 
-class NodePace:
-    """`take` what came, and wait as long as that costs. 0 bytes a second: no bound."""
+class Pace:
+    """`take` what came or goes, and wait as long as that costs. 0 bytes a second: no bound. For any thread."""
 
-    def __init__(self, nbytes_per_s: float = 0.0, folder: Path = FOLDER, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, nbytes_per_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self.bounded = nbytes_per_s > 0
         self._rate, self._clock = nbytes_per_s, clock
-        self._lock = threading.Lock()  # a lock on the file does not keep threads of one process apart
-        self._alone_at = 0.0  # where the file is not to be had
-        self._file = _open(folder / f"scavenger-pull-{os.getuid()}") if nbytes_per_s > 0 else None
+        self._lock = threading.Lock()
+        self._free_at = 0.0
 
     def take(self, nbytes: int, ended: threading.Event) -> None:
         """Return when these bytes are paid for, or at once when `ended` is set."""
-        if self._rate > 0 and (wait_s := self.owe(nbytes)) > 0:
+        if self.bounded and (wait_s := self.owe(nbytes)) > 0:
             ended.wait(wait_s)
 
     def owe(self, nbytes: int) -> float:
-        """Seconds until these bytes, after all that were taken before them on this node, are paid for."""
+        """Seconds until these bytes, after all that were taken before them, are paid for."""
         with self._lock:
-            locked = self._file is not None and self._shut()
-            try:
-                before = self._read() if locked else self._alone_at
-                now = self._clock()
-                free_at = max(before if before <= now + MOST_DEBT_S else now, now - BURST_S) + nbytes / self._rate
-                self._alone_at = free_at
-                if locked and self._file is not None:
-                    os.pwrite(self._file, _FREE_AT.pack(free_at), 0)
-            finally:
-                if locked and self._file is not None:
-                    fcntl.flock(self._file, fcntl.LOCK_UN)
-        return free_at - now
+            return self._owe(nbytes)
+
+    def _owe(self, nbytes: int) -> float:  # under the lock
+        now = self._clock()
+        self._free_at = max(self._free_at, now - BURST_S) + nbytes / self._rate
+        return self._free_at - now
+
+
+class NodePace(Pace):
+    """The same for all engines of this user on this node together."""
+
+    def __init__(self, nbytes_per_s: float = 0.0, folder: Path = FOLDER, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(nbytes_per_s, clock)
+        self._file = _open(folder / f"scavenger-pull-{os.getuid()}") if self.bounded else None
+
+    def _owe(self, nbytes: int) -> float:  # a lock on the file does not keep threads of one process apart: under both
+        if self._file is None or not self._shut():
+            return super()._owe(nbytes)
+        try:
+            said, now = self._read(), self._clock()
+            self._free_at = said if said <= now + MOST_DEBT_S else now
+            wait_s = super()._owe(nbytes)
+            os.pwrite(self._file, _FREE_AT.pack(self._free_at), 0)
+        finally:
+            fcntl.flock(self._file, fcntl.LOCK_UN)
+        return wait_s
 
     def close(self) -> None:
         with self._lock:

@@ -26,7 +26,7 @@ from scavenger.weights import channel as channels
 from scavenger.weights import delta
 from scavenger.weights.channel import Channel, SharedContext, ZmqChannel
 from scavenger.weights.channel_rdma import RdmaChannel
-from scavenger.weights.deltas import Relay
+from scavenger.weights.deltas import Chains
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
 from scavenger.weights.opener import Opener
@@ -56,7 +56,7 @@ class Pull:
         base: tuple[Manifest, Buffer] | None = None,
         buffer: Buffer | None = None,
         no_nixl: set[str] | None = None,
-        relay: Relay | None = None,
+        relay: Chains | None = None,
         pace: NodePace | None = None,
     ) -> None:
         """`arrived` is told each verified chunk, from any thread. `seed`: this receiver's own order of chunks; None = random.

@@ -20,7 +20,7 @@ import numpy as np
 
 from scavenger.errors import WeightsError
 from scavenger.weights import protocol
-from scavenger.weights.deltas import Deltas, Relay
+from scavenger.weights.deltas import Chains, Encoder
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
 from scavenger.weights.protocol import TOKEN_NBYTES, Get, Holds, NoSuch, Part, Request
@@ -73,15 +73,22 @@ class Shelf:
     """Thread-safe. `keep` complete versions are served; one more retires the oldest. The base of served adapters is kept beside."""
 
     def __init__(
-        self, keep: int, lease_s: float, clock: Callable[[], float] = time.monotonic, deltas: Relay | None = None
+        self,
+        keep: int,
+        lease_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        chains: Chains | None = None,
+        encoder: Encoder | None = None,
     ) -> None:
+        """`chains`: what is given instead of whole chunks. `encoder` is told each version that is served whole, to make more of them."""
         self.stats = SourceStats()
         self._keep = keep
         self._lease_s = lease_s
         self._clock = clock
         self._held: OrderedDict[int, Held] = OrderedDict()
         self._changed = threading.Condition()
-        self.deltas = deltas or Deltas(0)
+        self.chains = chains or Chains(0)
+        self._encoder = encoder
 
     def put(
         self, manifest: Manifest, blob: memoryview, buffer: Buffer | None, *, empty: bool = False, chunks: Sequence[int] | None = None
@@ -107,8 +114,8 @@ class Shelf:
                 bases = {of.adapter.base for of in served.values() if of.adapter is not None}
                 for old in [v for v, of in served.items() if of.root not in bases][: -self._keep]:
                     self._retire(old)
-                if not empty:
-                    self.deltas.published(manifest, present.blob, chunks)
+                if not empty and self._encoder is not None:
+                    self._encoder.published(manifest, present.blob, chunks)
             return present.token
 
     def arrived(self, version: int, chunk: int) -> None:
@@ -200,7 +207,7 @@ class Shelf:
         if held.here is not None and not held.here[request.chunk]:
             return NoSuch(request.version, request.chunk, "the chunk is not here yet", absent=True), None
         start, stop = held.manifest.chunk_range(request.chunk)
-        encoded = self.deltas.find(request.parent, held.manifest.root, request.chunk, stop - start) if request.parent else None
+        encoded = self.chains.find(request.parent, held.manifest.root, request.chunk, stop - start) if request.parent else None
         if encoded is not None:
             return Part(request.version, request.chunk, len(encoded), delta=True), memoryview(encoded)
         return Part(request.version, request.chunk, stop - start), held.blob[start:stop]

@@ -20,9 +20,11 @@ from scavenger import wire
 from scavenger.errors import WeightsError, WireError
 from scavenger.weights import rdma
 from scavenger.weights.channel import boot_id, read_exactly, send_frame, set_timeouts
-from scavenger.weights.deltas import Deltas, Relay
+from scavenger.weights.delta import MOST_LINKS
+from scavenger.weights.deltas import Chains, Encoder
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
+from scavenger.weights.pace import Pace
 from scavenger.weights.protocol import MAX_REQUEST_BYTES, Answer, Map, NoSuch, Reach, Reached, decode_request, encode
 from scavenger.weights.shelf import Shelf, SourceStats
 from scavenger.weights.source_zmq import CurveServer, end_process
@@ -50,7 +52,7 @@ class WeightSource:
         local: bool = True,
         lease_s: float = LEASE_S,
         nbytes_per_s: float = 0.0,
-        deltas: int | Relay = 0,
+        deltas: int | Chains = 0,
         nixl: bool = False,
         on_fault: Callable[[WeightsError], None] = end_process,
     ) -> None:
@@ -62,8 +64,10 @@ class WeightSource:
         called, from a thread of the source's, when it cannot serve any more. Raises `WeightsError` when it cannot bind.
         """
         self._agent = rdma.shared("serve") if nixl and not encrypt else None
-        self._shelf = Shelf(keep, lease_s, deltas=Deltas(deltas) if isinstance(deltas, int) else deltas)
-        self._pace = _Pace(nbytes_per_s)
+        chains = Chains(min(deltas, MOST_LINKS)) if isinstance(deltas, int) else deltas
+        self._encoder = Encoder(chains) if isinstance(deltas, int) and deltas else None
+        self._shelf = Shelf(keep, lease_s, chains=chains, encoder=self._encoder)
+        self._pace = Pace(nbytes_per_s)
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._open: dict[int, _Connection] = {}
@@ -92,8 +96,13 @@ class WeightSource:
         return self._shelf.stats
 
     @property
-    def deltas(self) -> Relay:
-        return self._shelf.deltas
+    def chains(self) -> Chains:
+        return self._shelf.chains
+
+    def wait_deltas(self) -> None:
+        """Until the newest version's deltas are made, where they are made here."""
+        if self._encoder is not None:
+            self._encoder.wait()
 
     # ---------------------------------------------------------------- what is served
 
@@ -164,7 +173,8 @@ class WeightSource:
             sock.close()
         for _, thread in threads:
             thread.join()
-        self._shelf.deltas.wait(stop=True)
+        if self._encoder is not None:
+            self._encoder.wait(stop=True)
         if self._curve is not None:
             self._curve.close()
 
@@ -338,23 +348,3 @@ class _Connection:
 
     def patience_s(self) -> float:
         return IDLE_S if self.proven else max(0.0, self._since + UNPROVEN_S - time.monotonic())
-
-
-class _Pace:
-    """A token bucket over all connections; it holds a tenth of a second's worth."""
-
-    def __init__(self, nbytes_per_s: float) -> None:
-        self.bounded = nbytes_per_s > 0
-        self._rate = nbytes_per_s
-        self._lock = threading.Lock()
-        self._free_at = 0.0
-
-    def take(self, nbytes: int, ended: threading.Event) -> None:
-        if not self.bounded:
-            return
-        with self._lock:
-            now = time.monotonic()
-            self._free_at = max(self._free_at, now - 0.1) + nbytes / self._rate
-            wait = self._free_at - now
-        if wait > 0:
-            ended.wait(wait)

@@ -18,7 +18,7 @@ from scavenger.errors import ScavengerError, WeightsError
 from scavenger.keys import KeyPair
 from scavenger.weights import delta, rdma
 from scavenger.weights import manifest as manifests
-from scavenger.weights.deltas import Relay
+from scavenger.weights.deltas import Chains
 from scavenger.weights.directory import in_clear
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer, Pool
@@ -79,7 +79,7 @@ class Store:
         self._served: dict[int, bytes] = {}  # version -> root
         self._pull: Pull | None = None  # under way, or unfinished
         self._pool = Pool(most=1)
-        self._relay = Relay(RELAYED_STEPS)  # for engines that follow from the same version as this one
+        self._relay = Chains(RELAYED_STEPS)  # for engines that follow from the same version as this one
         self._pace = pace or NodePace()
         self._no_nixl: set[str] = set()  # endpoints with which it failed
         self._more: wire.UseWeights | None = None  # further holders that were named last

@@ -41,7 +41,7 @@ class Trained:
                     value.copy_(torch.randn(value.shape, generator=generator) * 0.3)
 
     def merged_by_trainer(self) -> list[Weight]:
-        return manifests.views(*_version(3, dict(adapters.merged(self.model, adapters.shapes(self.model)))))  # type: ignore[return-value]
+        return [*manifests.views(*_version(3, dict(adapters.merged(self.model, adapters.shapes(self.model)))))]
 
     def merged_by_engine(self, base: Manifest | None = None) -> list[Weight]:
         adapter = manifests.Adapter(self.base.root, LORA.alpha / LORA.rank, "float32")

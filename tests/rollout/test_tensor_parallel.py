@@ -45,7 +45,7 @@ def test_all_of_the_job_s_gpus_are_one_engine_s_ranks(gpus: int, gpu: bool, tmp_
     assert chosen.get("distributed_executor_backend") == (None if gpu else "uni" if gpus == 1 else "mp")
 
 
-class Wide(kinds.Vllm):  # type: ignore[misc]
+class Wide(kinds.Vllm):  # type: ignore[misc]  # of a module that is imported only where torch is: Any
     """vLLM pads a vocabulary to 64 rows and cuts that: of fewer tokens the second rank would hold padding alone, which no version names."""
 
     def text(self, model_type: str = "qwen3", **changes: Any) -> str:

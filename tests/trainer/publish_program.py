@@ -115,7 +115,7 @@ def publish(comm: Comm, learner: Learner, folder: Path, *, local: bool) -> dict[
                 ranks.stop()
             theirs, blob = gathered(version, learner, DTYPE, root)
             root = root or theirs.root
-            source.deltas.wait()
+            source.wait_deltas()
             together(comm)
             if comm.rank == 0:
                 work = asyncio.run(pulled(manifest, sources, base))

@@ -109,7 +109,9 @@ def test_engines_merge_to_the_trainer_s_own_bits_also_one_that_joins_at_version_
             assert same(joiner.weights(), trainer.weights())
             assert same(first.weights(), trainer.weights())
             assert [said.version for said in joiner.said] == [1, 5], "it serves the base on, as any version"
-            assert base.root == manifests.decode(order.manifest).adapter.base  # type: ignore[union-attr]
+            adapter = manifests.decode(order.manifest).adapter
+            assert adapter is not None
+            assert base.root == adapter.base
 
     for dtype in ("float32", "bfloat16"):
         with WeightSource(local=False) as source:
@@ -152,7 +154,8 @@ def test_a_trainer_that_restarts_publishes_its_base_again_and_no_engine_pulls_it
             alone = next(said.source for said in engine.said if said.version == 2)
             assert neighbour is not None
             assert alone is not None
-            kept = msgspec.structs.replace(order.base, sources=(neighbour,))  # type: ignore[type-var]
+            assert order.base is not None
+            kept = msgspec.structs.replace(order.base, sources=(neighbour,))
             await joiner.load(msgspec.structs.replace(order, sources=(alone,), base=kept))  # while there is no trainer
             assert same(joiner.weights(), trainer.weights())
             with WeightSource(local=False) as source:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import struct
+import sys
 import threading
 import tracemalloc
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -16,7 +19,7 @@ from scavenger import keys, wire
 from scavenger.errors import WeightsError, WireError
 from scavenger.weights import delta, protocol
 from scavenger.weights import manifest as manifests
-from scavenger.weights.deltas import Deltas, Relay
+from scavenger.weights.deltas import Chains, Encoder
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer
 from scavenger.weights.protocol import Part
@@ -89,7 +92,43 @@ def test_steps_of_one_size_cost_a_bit_or_two_an_item_whatever_share_of_them_show
     assert len(made) < 0.1 * len(before)
 
 
-@pytest.mark.parametrize("share", [0.02, 0.5])
+def bfloat16(values: np.ndarray[Any, np.dtype[np.float32]]) -> np.ndarray[Any, np.dtype[np.uint16]]:
+    bits = values.view("<u4")
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
+
+
+def step(size: float, rows: float) -> tuple[memoryview, memoryview]:
+    """An optimizer's step from masters that were bfloat16, up or down, of so large a share of the rows."""
+    rng = np.random.default_rng(0)
+    masters = (bfloat16(rng.normal(0, 0.02, 1 << 18).astype(np.float32)).astype("<u4") << 16).view("<f4")
+    some = np.repeat(rng.random(len(masters) >> 8) < rows, 256)
+    moved = masters + np.float32(size) * rng.choice(np.float32([-1, 1]), len(masters)) * some
+    return memoryview(bfloat16(masters).tobytes()), memoryview(bfloat16(moved).tobytes())
+
+
+@pytest.mark.parametrize(
+    ("size", "rows", "changed_share", "form", "bytes_share"),
+    [
+        (3e-7, 1.0, (0.003, 0.008), "few", 0.006),
+        (3e-6, 1.0, (0.03, 0.045), "all", 0.006),
+        (1e-3, 0.02, (0.012, 0.025), "few", 0.009),
+        (1e-5, 1.0, (0.1, 0.2), "all", 0.02),
+    ],
+)
+def test_the_shorter_form_is_kept_wherever_it_depends_on_which_items_moved(
+    size: float, rows: float, changed_share: tuple[float, float], form: str, bytes_share: float
+) -> None:
+    before, after = step(size, rows)
+    made, out = delta.encode(before, after, 2), memoryview(bytearray(len(before)))
+    delta.apply_chain(before, memoryview(delta.chain([made])), out)
+    assert out == after
+    share = np.mean(np.frombuffer(before, "<u2") != np.frombuffer(after, "<u2"))
+    assert changed_share[0] < share < changed_share[1]
+    assert ("few" if made[1] else "all") == form
+    assert len(made) < bytes_share * len(before)
+
+
+@pytest.mark.parametrize("share", [0.005, 0.5])
 @pytest.mark.parametrize("seed", range(40))
 def test_garbage_is_refused_or_makes_other_bytes_but_never_more(seed: int, share: float) -> None:
     rng = np.random.default_rng(seed)
@@ -147,7 +186,7 @@ def test_a_delta_that_cannot_be_unpacked_costs_the_base_and_not_the_pull(monkeyp
     with WeightSource(local=False, deltas=4) as source:
         for manifest, buffer in versions:
             source.publish(manifest, buffer)
-            source.deltas.wait()
+            source.wait_deltas()
         monkeypatch.setattr(delta, "apply_chain", fails)
         assert fetch(versions[0], versions[1][0], source, versions[1][1]).base is None
 
@@ -196,7 +235,7 @@ def test_a_receiver_with_an_earlier_version_is_sent_what_changed(encrypt: bool) 
     with WeightSource(local=False, deltas=4, encrypt=encrypt) as source:
         for manifest, buffer in versions:
             source.publish(manifest, buffer)
-            source.deltas.wait()
+            source.wait_deltas()
         newest, buffer = versions[-1]
         one = fetch(versions[2], newest, source, buffer)
         assert one.deltas == len(newest.chunk_hashes)
@@ -212,7 +251,7 @@ def test_a_chain_that_would_not_pay_is_not_sent() -> None:
     with WeightSource(local=False, deltas=4) as source:
         for manifest, buffer in versions:
             source.publish(manifest, buffer)
-            source.deltas.wait()
+            source.wait_deltas()
         newest, buffer = versions[-1]
         assert fetch(versions[3], newest, source, buffer).deltas == len(newest.chunk_hashes)
         assert fetch(versions[0], newest, source, buffer).deltas == 0
@@ -227,7 +266,7 @@ def test_a_base_that_is_not_what_its_manifest_says_costs_time_and_nothing_else()
     with WeightSource(local=False, deltas=4) as source:
         for manifest, buffer in versions:
             source.publish(manifest, buffer)
-            source.deltas.wait()
+            source.wait_deltas()
         work = fetch(spoiled, versions[1][0], source, versions[1][1])
         assert work.base is None
         assert work.transfer.corrupt == 0
@@ -235,53 +274,57 @@ def test_a_base_that_is_not_what_its_manifest_says_costs_time_and_nothing_else()
 
 def test_what_is_not_encoded_yet_is_sent_whole_and_another_layout_has_no_deltas() -> None:
     (first, one), (second, two) = history(2)
-    deltas = Deltas(4)
-    deltas.published(first, one.view)
-    assert deltas.find(first.root, second.root, 0, CHUNK) is None
-    deltas.published(second, two.view)
-    deltas.wait()
-    assert deltas.find(first.root, second.root, 0, CHUNK) is not None
-    assert deltas.find(b"unknown", second.root, 0, CHUNK) is None
+    chains = Chains(4)
+    encoder = Encoder(chains)
+    encoder.published(first, one.view)
+    assert chains.find(first.root, second.root, 0, CHUNK) is None
+    encoder.published(second, two.view)
+    encoder.wait()
+    assert chains.find(first.root, second.root, 0, CHUNK) is not None
+    assert chains.find(b"unknown", second.root, 0, CHUNK) is None
     other, blob = manifests.build(3, {"v": ("bfloat16", (CHUNK // 2,), memoryview(bytes(CHUNK)))}, chunk_nbytes=CHUNK)
-    deltas.published(other, blob)
-    deltas.wait()
-    assert deltas.find(second.root, other.root, 0, CHUNK) is None
+    encoder.published(other, blob)
+    encoder.wait()
+    assert chains.find(second.root, other.root, 0, CHUNK) is None
 
 
 def test_weights_that_come_back_lead_nobody_round_for_ever() -> None:
     (first, one), (second, two) = history(2)
-    deltas = Deltas(4)
+    chains = Chains(4)
+    encoder = Encoder(chains)
     for manifest, buffer in ((first, one), (second, two), (first, one)):  # A, B, A again
-        deltas.published(manifest, buffer.view)
-        deltas.wait()
+        encoder.published(manifest, buffer.view)
+        encoder.wait()
     answers: list[bytes | None] = []
-    asking = threading.Thread(target=lambda: answers.append(deltas.find(b"unknown", first.root, 0, CHUNK)), daemon=True)
+    asking = threading.Thread(target=lambda: answers.append(chains.find(b"unknown", first.root, 0, CHUNK)), daemon=True)
     asking.start()
     asking.join(5.0)
-    deltas._steps.clear()  # ends it where it goes on
+    chains._steps.clear()  # ends it where it goes on
     assert answers == [None]
     assert not asking.is_alive()
 
 
 def test_the_way_back_to_weights_that_were_is_found() -> None:
     (first, one), (second, two) = history(2)
-    deltas = Deltas(4)
+    chains = Chains(4)
+    encoder = Encoder(chains)
     for manifest, buffer in ((first, one), (second, two), (first, one)):
-        deltas.published(manifest, buffer.view)
-        deltas.wait()
-    assert deltas.find(second.root, first.root, 0, CHUNK) is not None
-    assert deltas.find(first.root, second.root, 0, CHUNK) is not None
+        encoder.published(manifest, buffer.view)
+        encoder.wait()
+    assert chains.find(second.root, first.root, 0, CHUNK) is not None
+    assert chains.find(first.root, second.root, 0, CHUNK) is not None
 
 
 def test_only_the_last_steps_are_kept() -> None:
     versions = history(6)
-    deltas = Deltas(2)
+    chains = Chains(2)
+    encoder = Encoder(chains)
     for manifest, buffer in versions:
-        deltas.published(manifest, buffer.view)
-        deltas.wait()
+        encoder.published(manifest, buffer.view)
+        encoder.wait()
     roots = [manifest.root for manifest, _ in versions]
-    assert deltas.find(roots[3], roots[5], 0, CHUNK) is not None
-    assert deltas.find(roots[2], roots[5], 0, CHUNK) is None
+    assert chains.find(roots[3], roots[5], 0, CHUNK) is not None
+    assert chains.find(roots[2], roots[5], 0, CHUNK) is None
 
 
 def link(nbytes: int) -> bytes:
@@ -289,7 +332,7 @@ def link(nbytes: int) -> bytes:
 
 
 def test_what_came_is_given_on_from_where_it_came_and_as_a_chain_with_what_came_before() -> None:
-    relay = Relay(2)
+    relay = Chains(2)
     relay.add(b"a", b"b", 0, link(10))
     relay.add(b"b", b"c", 0, link(20))
     relay.add(b"b", b"c", 1, link(30))
@@ -304,19 +347,65 @@ def test_what_came_is_given_on_from_where_it_came_and_as_a_chain_with_what_came_
 
 
 def test_what_is_given_on_is_bounded_in_bytes_and_in_links() -> None:
-    relay = Relay(3, nbytes=100)
+    relay = Chains(3, nbytes=100)
     relay.add(b"a", b"b", 0, link(60))
     relay.add(b"b", b"c", 0, link(60))
     assert relay.find(b"a", b"b", 0, 1000) is None, "the oldest went"
     assert relay.find(b"b", b"c", 0, 1000) is not None
     relay.add(b"b", b"c", 1, link(60))
     assert relay.find(b"b", b"c", 1, 1000) is None, "beyond the bound nothing is kept"
-    most = Relay(3)
+    most = Chains(3)
     for parent, root in ((b"a", b"b"), (b"b", b"c")):
         most.add(parent, root, 0, link(8) * (delta.MOST_LINKS - 2))
     assert delta.links(link(8) * 6) == 6
     assert most.find(b"b", b"c", 0, 1000) is not None
     assert most.find(b"a", b"c", 0, 1000) is None, "a receiver refuses longer chains"
+
+
+def test_what_is_made_here_is_bounded_as_what_came_is() -> None:
+    versions = history(3)
+    roots = [manifest.root for manifest, _ in versions]
+
+    def made(room: int) -> list[list[bytes | None]]:
+        """Of both steps, each chunk's."""
+        chains = Chains(4, room)
+        encoder = Encoder(chains)
+        for manifest, buffer in versions:
+            encoder.published(manifest, buffer.view)
+            encoder.wait()
+        return [[chains.find(*step, chunk, CHUNK) for chunk in range(16)] for step in itertools.pairwise(roots)]
+
+    first, second = (sum(len(one or b"") for one in step) for step in made(1 << 20))
+    oldest, newest = made(max(first, second))
+    assert oldest == [None] * 16, "the oldest went"
+    assert None not in newest
+    oldest, newest = made(second // 2)
+    assert oldest == [None] * 16
+    assert 6 <= 16 - newest.count(None) <= 8, "beyond the bound nothing is kept"
+
+
+def test_many_threads_that_add_keep_the_count_of_bytes_and_the_bound() -> None:
+    chains = Chains(2, nbytes=100_000)
+    start, interval = threading.Barrier(4), sys.getswitchinterval()
+
+    def add(number: int) -> None:
+        start.wait(10.0)
+        for chunk in range(number, 2000, 4):
+            chains.add(b"a", b"b", chunk, link(100))
+            if chunk % 100 == number:
+                chains.begin(b"x", bytes([number]))
+
+    threads = [threading.Thread(target=add, args=(number,)) for number in range(4)]
+    sys.setswitchinterval(1e-6)  # they take turns within a line
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30.0)
+    finally:
+        sys.setswitchinterval(interval)
+    assert not any(thread.is_alive() for thread in threads)
+    assert 0 < chains._nbytes == sum(len(one) for step in chains._steps.values() for one in step.chunks.values()) <= 100_000
 
 
 def test_a_request_is_proven_with_the_weights_that_it_names() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from scavenger import keys, wire
-from scavenger.weights.pace import MOST_DEBT_S, NodePace
+from scavenger.weights.pace import MOST_DEBT_S, NodePace, Pace
 from scavenger.weights.source import WeightSource
 from scavenger.weights.store import Store
 from tests.weights.test_store import LIMITS, version
@@ -38,6 +38,18 @@ def test_two_engines_share_one_bucket_that_holds_a_tenth_of_a_second(tmp_path: P
     assert second.owe(1_000_000) == pytest.approx(0.0), "and no more than the tenth is saved up"
     first.close()
     second.close()
+
+
+def test_a_source_s_own_bucket_is_the_same_one_without_a_file() -> None:
+    clock = Clock()
+    pace = Pace(1e7, clock)
+    assert [round(pace.owe(1_000_000), 6) for _ in range(2)] == [0.0, 0.1]
+    clock.now += 100.0
+    assert pace.owe(11_000_000) == pytest.approx(1.0)
+    ended = threading.Event()
+    ended.set()
+    pace.take(1 << 40, ended)  # an hour's worth, and it is closed
+    assert not Pace().bounded
 
 
 @pytest.mark.parametrize("content", [b"", b"abc", struct.pack("<d", float("nan")), struct.pack("<d", 1000.0 + 2 * MOST_DEBT_S), b"x" * 99])

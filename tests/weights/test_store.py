@@ -198,9 +198,9 @@ def test_an_engine_is_sent_what_changed_since_its_version() -> None:
                 await engine.get(first, trainer.publish(first, blob))
                 sent = trainer.stats.nbytes
                 address = trainer.publish(second, new)
-                trainer.deltas.wait()
+                trainer.wait_deltas()
                 assert await engine.get(second, address) == new
-                assert trainer.deltas.used == len(second.chunk_hashes)
+                assert trainer.chains.used == len(second.chunk_hashes)
                 assert trainer.stats.nbytes - sent < sent / 20
 
     asyncio.run(main())
@@ -231,18 +231,18 @@ def test_an_engine_gives_on_the_deltas_that_it_was_sent_also_to_one_two_versions
             with WeightSource(local=False, deltas=2, encrypt=encrypt) as trainer:
                 for manifest, blob in published:
                     address = trainer.publish(manifest, blob)
-                    trainer.deltas.wait()
+                    trainer.wait_deltas()
                     assert await first.get(manifest, address) == blob
                     if manifest.version <= 2:
                         assert await second.get(manifest, address) == blob
                     if manifest.version == 1:
                         assert await behind.get(manifest, address) == blob
-                assert trainer.deltas.used == 3 * chunks
+                assert trainer.chains.used == 3 * chunks
             holder = first.store._source
             assert holder is not None
             for engine, used in ((second, chunks), (behind, 2 * chunks)):
                 assert await engine.get(published[2][0], network(first.address())) == published[2][1]
-                assert holder.deltas.used == used
+                assert holder.chains.used == used
             assert holder.stats.parts == 2 * chunks
             assert holder.stats.nbytes < published[2][0].total_nbytes / 5
 
@@ -259,7 +259,7 @@ def test_an_engine_without_the_receiver_s_version_gives_on_whole_chunks() -> Non
                 await receiver.get(published[0][0], addresses[0])
             assert await receiver.get(published[1][0], network(holder.address())) == published[1][1]
             assert holder.store._source is not None
-            assert holder.store._source.deltas.used == 0
+            assert holder.store._source.chains.used == 0
 
     asyncio.run(main())
 
@@ -272,7 +272,7 @@ def test_a_holder_that_dies_while_it_gives_on_deltas_is_replaced_by_another(seed
             with WeightSource(local=False, deltas=1) as trainer:
                 for manifest, blob in published:
                     address = trainer.publish(manifest, blob)
-                    trainer.deltas.wait()
+                    trainer.wait_deltas()
                     for engine in (dying, other) if manifest.version == 2 else (dying, other, receiver):
                         await engine.get(manifest, address)
             newest, blob = published[1]
@@ -288,7 +288,7 @@ def test_a_holder_that_dies_while_it_gives_on_deltas_is_replaced_by_another(seed
                 assert not waiting.done(), "nothing is used before all of it is here"
                 receiver.store.offer(wire.UseWeights(2, b"", (network(other.address()),)))
                 assert await waiting == blob
-            assert kept_source.deltas.used == kept_source.stats.parts > 0, "and it, too, sends what changed"
+            assert kept_source.chains.used == kept_source.stats.parts > 0, "and it, too, sends what changed"
             assert lost_source.stats.nbytes + kept_source.stats.nbytes < newest.total_nbytes / 5
 
     asyncio.run(main())
