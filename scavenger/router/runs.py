@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from scavenger.ledger import records as rec
-from scavenger.router import orders, steps
+from scavenger.router import greeting, orders, steps
 from scavenger.router import samples as sm
 from scavenger.router.core import Core
 from scavenger.router.events import Identity
@@ -126,6 +126,7 @@ def _answer(core: Core, run: Run, body: CallBody) -> ReplyBody:
             before, reply = run.last_step, steps.commit(core, run, body)
             if run.last_step > before:
                 core.advanced(f"calls {run.owner_key}")
+                greeting.advanced(core, run)
             return reply
         case RecordCheckpoint():
             return _checkpoint(core, run, body)

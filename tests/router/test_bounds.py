@@ -6,7 +6,7 @@ import pytest
 
 from scavenger.ledger import records as rec
 from scavenger.router import core as core_module
-from scavenger.router import steps
+from scavenger.router import greeting, steps
 from scavenger.router.state import PEER_EVERY_S, REFUSALS_TOLD
 from scavenger.wire import Denied, Heartbeat, Ok, RecordCheckpoint, Rejected
 from tests.router.harness import Bench, root, specs, started
@@ -36,6 +36,32 @@ def test_a_worker_that_greets_as_a_new_one_for_ever_makes_rows_at_a_low_rate_and
     bench.tick(PEER_EVERY_S, step=PEER_EVERY_S)
     bench.hello(W1, session="patient")
     assert rows(bench, rec.WorkerJoined) == few + 2
+
+
+def test_each_reserved_engine_of_an_owner_has_its_own_budget_and_a_committed_step_renews_it(few: int) -> None:
+    bench = started(n=2)
+    for slot in range(2 * few):
+        bench.hello(100 + slot, kind="reserved", slot=str(slot))
+    assert rows(bench, rec.WorkerJoined) == 2 * few, "a large run, or a sweep of many, is no flood"
+    for n in range(3 * few):
+        bench.hello(100, kind="reserved", slot="0", session=f"again{n}")
+    assert rows(bench, rec.WorkerJoined) == 3 * few - 1, "one that is started again and again is"
+    assert bench.take(100, Rejected)[-1].retry
+    leases = bench.join(W1)
+    finish_all(bench, W1, leases)
+    assert isinstance(bench.commit_step(1, [lease.sample_id for lease in leases]), Ok)
+    before = rows(bench, rec.WorkerJoined)
+    bench.hello(100, kind="reserved", slot="0", session="after a step")
+    assert rows(bench, rec.WorkerJoined) == before + 1
+
+
+def test_an_owner_whose_engines_name_ever_new_slots_makes_rows_at_a_low_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(greeting, "OWNER_BURST", 20)
+    bench = started()
+    for n in range(100):
+        bench.hello(100 + n, kind="reserved", slot=f"slot{n}")
+    assert rows(bench, rec.WorkerJoined) == 20
+    assert bench.router.core.counters["hello_refused"] == 80
 
 
 def test_a_worker_that_falls_silent_and_comes_back_for_ever_is_told_of_less_and_less() -> None:
