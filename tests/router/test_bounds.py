@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from scavenger.ledger import records as rec
 from scavenger.router import core as core_module
 from scavenger.router import greeting, steps
+from scavenger.router.events import TrainerCalled
 from scavenger.router.state import PEER_EVERY_S, REFUSALS_TOLD
-from scavenger.wire import Denied, Heartbeat, Ok, RecordCheckpoint, Rejected
-from tests.router.harness import Bench, root, specs, started
+from scavenger.wire import Call, Denied, Heartbeat, Ok, RecordCheckpoint, Rejected
+from tests.router.harness import OWNER, Bench, open_body, root, specs, started
 from tests.router.moves import W1, W2, finish_all
 
 
@@ -93,10 +95,38 @@ def test_a_trainer_that_commits_nothing_makes_rows_at_a_low_rate(few: int, what:
             refused += isinstance(bench.publish(n + 2), Denied)
         else:
             refused += isinstance(bench.call(RecordCheckpoint(0, 1, root(1), f"/c{n}")), Denied)
-    assert rows(bench, kind) <= few
+    assert rows(bench, kind) <= few + 1, "with the one that it was started with"
     assert refused >= 100 - few
     assert len(bench.ledger.log) - before <= 4 * few
     assert bench.router.core.counters["calls_refused"] == refused
+
+
+def test_what_writes_no_row_is_not_charged(few: int) -> None:
+    """A trainer whose daemon restarts announces its versions again; one that asks in vain has made nothing."""
+    bench = started()
+    for _ in range(3 * few):
+        assert isinstance(bench.publish(1), Ok)
+        assert isinstance(bench.publish(0), Denied)  # a number that was used
+        bench.call(msgspec.structs.replace(open_body(), seed=8))  # another run of that name
+    assert isinstance(bench.publish(2), Ok)
+    assert "calls_refused" not in bench.router.core.counters
+
+
+def test_runs_of_one_owner_are_charged_apart_and_new_ones_are_bounded(few: int) -> None:
+    bench = started()
+    core = bench.router.core
+    for n in range(2, 100):
+        bench.handle(TrainerCalled(50 + n, OWNER, Call(n, f"r{n}", 0, open_body())))
+    assert rows(bench, rec.RunCreated) == len(core.runs) == few
+    assert core.counters["calls_refused"] == 99 - few
+    said = bench.answer(99, 149)
+    assert isinstance(said, Denied)
+    assert "runs of this owner" in said.reason
+    for n in range(2 * few):
+        bench.call(RecordCheckpoint(0, 1, root(1), f"/c{n}"))
+    assert rows(bench, rec.CheckpointRecorded) == few - 1, "and its first version"
+    bench.handle(TrainerCalled(52, OWNER, Call(200, "r2", 0, open_body())))
+    assert core.runs["r2"].attempt == 2, "another run is not held to account"
 
 
 def test_a_committed_step_makes_room_again(few: int) -> None:
