@@ -37,8 +37,16 @@ class AnotherRelease(ConfigError):
     """The job was submitted for another release than this one."""
 
 
+class _Parser(argparse.ArgumentParser):
+    """Arguments that this release does not know are the word of a daemon of another one: no node is to be blamed, as for exit code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        remedy = f"harvest.python names the Python of the daemon's release; {sys.executable} has {__version__}"
+        self.exit(EXIT_REFUSED, f"rollout: {message}\n  remedy: {remedy}\n")
+
+
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m rollout", description="One preemptible rollout worker.")
+    parser = _Parser(prog="python -m rollout", description="One preemptible rollout worker.")
     parser.add_argument("--state-dir", type=Path, required=True, help="where the daemon's rendezvous file lies")
     parser.add_argument("--key", type=Path, required=True, help="this worker's CURVE key pair, mode 0600")
     parser.add_argument("--kind", choices=("harvested", "reserved"), required=True)

@@ -86,6 +86,7 @@ class Tracked:
     code_leaving: Code | None = None
     pinned: str = ""  # the node that it was submitted for; unknown after a restart
     worked: bool = False  # its engine held leases
+    inherited: bool = False  # a daemon before this one submitted it, perhaps for another release
 
     @property
     def intent_id(self) -> str:
@@ -150,7 +151,7 @@ class Tracker:
     def restore(self, states: Sequence[rec.JobState], now: float) -> None:
         """Take over what the ledger has. Nothing is concluded before the first view."""
         for state in sorted(states, key=lambda s: s.intended.intent_id):
-            one = Tracked(state.intended, state.job_id, known_at=now, since=now, last_state=state.last_state)
+            one = Tracked(state.intended, state.job_id, known_at=now, since=now, last_state=state.last_state, inherited=True)
             one.stage = Stage.UNKNOWN if not state.job_id else Stage.HOLDING if state.hold_open else Stage.WAITING
             # A hold may be recorded once: only a job last seen waiting has certainly not had the one of its present restart count.
             one.last_hold = state.restart_count - (state.last_state in ("", JobState.PENDING))
@@ -325,7 +326,8 @@ class Tracker:
     def _blame(self, draft: _Draft, one: Tracked, hold: Hold, job: Job, lived_s: float) -> None:
         what = f"job {job.job_id} {job.state} (exit code {job.exit_code}) after {lived_s:.0f} s"
         draft.records.append(rec.Event("engine_died", one.intended.run_id, hold.node or one.intent_id, what, "{}", draft.now))
-        if lived_s < SHORT_LIFE_S:
+        # What was refused of a predecessor's says nothing of what we submit: after an upgrade all of its jobs are, as they start.
+        if lived_s < SHORT_LIFE_S and not (one.inherited and job.exit_code == sights.REFUSED):
             self.health.failed_at_once(what, draft.now)
         if hold.node and job.exit_code != sights.REFUSED:
             self.health.died(hold.node, what, draft.now)

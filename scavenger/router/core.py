@@ -128,9 +128,10 @@ class Core:
         hundreds, rest = divmod(so_far, REFUSALS_TOLD)
         return so_far <= REFUSALS_TOLD or (rest == 0 and hundreds & (hundreds - 1) == 0)
 
-    def affords(self, peer: str) -> bool:
+    def affords(self, peer: str, burst: int = 0) -> bool:
         """Charge a row that this peer may make as often as it likes. False: it made too many, and is to be refused."""
-        budget = self._budgets.pop(peer, None) or Budget(PEER_BURST, self.now, burst=PEER_BURST, every_s=PEER_EVERY_S)
+        most = burst or PEER_BURST
+        budget = self._budgets.pop(peer, None) or Budget(most, self.now, burst=most, every_s=PEER_EVERY_S)
         self._budgets[peer] = budget
         if len(self._budgets) > MAX_KEYS:
             self._budgets.popitem(last=False)

@@ -12,7 +12,7 @@ from scavenger.router import samples as sm
 from scavenger.router.core import Core
 from scavenger.router.events import Identity
 from scavenger.router.policy import WorkerJoined
-from scavenger.router.state import Run, SampleStatus, Worker, WorkerStatus
+from scavenger.router.state import OWNER_BURST, Run, SampleStatus, Worker, WorkerStatus
 from scavenger.wire import (
     OLDEST_PROTOCOL,
     PROTOCOL,
@@ -46,7 +46,7 @@ def hello(core: Core, conn: int, identity: Identity, hello: WorkerHello) -> None
     run = core.runs[hello.run]
     same = (hello.session, identity.intent_id, hello.kind)
     worker = next((w for w in run.workers.values() if (w.session, w.intent_id, w.kind) == same), None)
-    if worker is None and not core.affords(f"greets {identity.public_key}"):  # each new session is two rows
+    if worker is None and not _may_join(core, identity, hello, run):
         core.count("hello_refused")
         why = "this key greets as new workers again and again"
         core.send(conn, Rejected(why, "look at the log of its job; it is tried again", retry=True))
@@ -80,6 +80,20 @@ def hello(core: Core, conn: int, identity: Identity, hello: WorkerHello) -> None
         orders.put_to_sleep(core, worker)
     orders.repeat(core, worker)
     orders.steer(core, worker)
+
+
+def _may_join(core: Core, identity: Identity, hello: WorkerHello, run: Run) -> bool:
+    """Charge a new session, which is two rows, to the job whose key it is; all reserved engines have their owner's: to the run and slot."""
+    if hello.kind != "reserved":
+        return core.affords(f"greets {identity.public_key}")
+    # A slot is whatever the engine says: their number is bounded by what the owner has in all.
+    return core.affords(f"greets {run.id} {hello.slot}") and core.affords(f"greets {run.owner_key}", OWNER_BURST)
+
+
+def advanced(core: Core, run: Run) -> None:
+    """The run committed a step: its reserved engines work, however often they were started."""
+    for peer in (run.owner_key, *(f"{run.id} {slot}" for slot in {*run.slots, ""})):
+        core.advanced(f"greets {peer}")
 
 
 def _proved_version(run: Run, hello: WorkerHello) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from scavenger.ledger import records as rec
-from scavenger.router import orders, steps
+from scavenger.router import greeting, orders, steps
 from scavenger.router import samples as sm
 from scavenger.router.core import Core
 from scavenger.router.events import Identity
@@ -43,8 +43,12 @@ MAX_MANIFEST_BYTES = 16 * 1024 * 1024
 MAX_SOURCES = 256
 ENDS = ("finished", "failed", "stopped")
 _TOO_OFTEN = (
-    f"over {PEER_BURST} openings, versions and checkpoints of this owner, and no step was committed among them",
+    f"over {PEER_BURST} openings, versions and checkpoints of this run, and no step was committed among them",
     f"look why its training job makes no progress; one more is taken every {PEER_EVERY_S:g} s",
+)
+_TOO_MANY = (
+    f"over {PEER_BURST} runs of this owner were opened for the first time",
+    f"give a run's trainer the name that the run has; one more is taken every {PEER_EVERY_S:g} s",
 )
 
 
@@ -54,11 +58,6 @@ def called(core: Core, conn: int, identity: Identity, call: Call) -> None:
     denied = _may_call(core, conn, identity, call, run)
     if denied is not None:
         core.send(conn, Reply(call.id, denied))
-        return
-    # nothing else bounds how often these are asked, and each is a row; work that is committed makes room
-    if isinstance(call.body, OpenRun | PublishVersion | RecordCheckpoint) and not core.affords(f"calls {identity.public_key}"):
-        core.count("calls_refused")
-        core.send(conn, Reply(call.id, Denied("invalid", *_TOO_OFTEN)))
         return
     if isinstance(call.body, OpenRun):
         _open(core, conn, identity, call, call.body, run)
@@ -108,9 +107,19 @@ def _may_call(core: Core, conn: int, identity: Identity, call: Call, run: Run | 
     return None
 
 
+def _fault_of_charging(core: Core, run: Run) -> Denied | None:
+    """Charge a row that nothing else bounds: a trainer may ask for it as often as it likes. Work that is committed makes room."""
+    if core.affords(f"calls {run.id}"):
+        return None
+    core.count("calls_refused")
+    return Denied("invalid", *_TOO_OFTEN)
+
+
 def _checkpoint(core: Core, run: Run, body: RecordCheckpoint) -> ReplyBody:
     if body.kept is not None and body.step not in body.kept:
         return Denied("invalid", f"the checkpoint of step {body.step} is recorded and not among those kept", "name it in `kept`")
+    if (refusal := _fault_of_charging(core, run)) is not None:
+        return refusal
     kept = "" if body.kept is None else msgspec.json.encode(sorted(set(body.kept))).decode()
     core.record(rec.CheckpointRecorded(run.id, body.step, body.version, body.root, body.path, core.now, kept))
     return Ok()
@@ -125,7 +134,8 @@ def _answer(core: Core, run: Run, body: CallBody) -> ReplyBody:
         case CommitStep():
             before, reply = run.last_step, steps.commit(core, run, body)
             if run.last_step > before:
-                core.advanced(f"calls {run.owner_key}")
+                core.advanced(f"calls {run.id}")
+                greeting.advanced(core, run)
             return reply
         case RecordCheckpoint():
             return _checkpoint(core, run, body)
@@ -143,6 +153,10 @@ def _open(core: Core, conn: int, identity: Identity, call: Call, body: OpenRun, 
     if run is not None and run.opening is not None and run.opening[2] == body:
         run.opening = (conn, call.id, body)  # a repeat: its trainer connected again while the ledger is being read
         return
+    if run is None and not core.affords(f"runs {identity.public_key}"):
+        core.count("calls_refused")
+        core.send(conn, Reply(call.id, Denied("invalid", *_TOO_MANY)))
+        return
     if run is None:
         run = Run(core.next_run_id, call.run, identity.public_key, body.seed, body.engine, policy=core.new_policy(call.run))
         run.directory = Directory(core.switches)  # which may be learnt later
@@ -154,7 +168,7 @@ def _open(core: Core, conn: int, identity: Identity, call: Call, body: OpenRun, 
                 msgspec.json.encode(body.engine).decode(), body.tokenizer, core.now,
             )
         )  # fmt: skip
-    elif (refusal := _open_fault(run, body)) is not None:
+    elif (refusal := _open_fault(run, body) or _fault_of_charging(core, run)) is not None:
         core.send(conn, Reply(call.id, refusal))
         return
     _supersede_opening(core, run)
@@ -234,6 +248,8 @@ def _publish(core: Core, run: Run, body: PublishVersion) -> ReplyBody:
     if base and not any(version.root == base for version in run.versions.values()):
         why = f"version {body.version} is to be merged with weights of root {base.hex()}, and no version of this run has them"
         return Denied("invalid", why, "publish the base first; adapters of another base do not fit this run")
+    if (refusal := _fault_of_charging(core, run)) is not None:
+        return refusal
     run.versions[body.version] = Version(body.version, body.step, body.root, body.manifest, body.sources, base)
     run.next_version = body.version + 1
     core.record(

@@ -22,6 +22,8 @@ REFUSALS_TOLD = 100
 MAX_KEYS = 4096
 #: Rows that a peer's greetings, or a trainer's calls between two committed steps, may make at once; later ones are this far apart.
 PEER_BURST, PEER_EVERY_S = 1000, 30.0
+#: Greetings of all reserved engines of one owner, in slots that they name themselves, between two steps that any of its runs commits.
+OWNER_BURST = 100 * PEER_BURST
 
 
 class IllegalTransition(Exception):

@@ -141,21 +141,47 @@ class Spool:
             os.fsync(file.fileno())
         final = self._folder / f"version-{manifest.version}"
         if final.exists():  # an older attempt's, which never told the ledger of it
-            shutil.rmtree(final)
+            self._remove(final)
         part.rename(final)
-        for old in self._surplus():
-            shutil.rmtree(self._folder / f"version-{old}", ignore_errors=True)
+        self._clean()
+
+    def _clean(self) -> None:
+        """Let go of what is surplus. The version that was written is complete: what hinders this is told, and tried again at the next."""
+        try:
+            for old in self._surplus():
+                self._remove(self._folder / f"version-{old}")
+        except OSError as error:
+            _log.warning("weights.not_cleaned", folder=str(self._folder), reason=str(error))
+
+    def _remove(self, folder: Path) -> None:
+        """Under another name first: killed in the middle, it leaves no version without its manifest. Raises `OSError` if it cannot."""
+        gone = self._folder / f".part-old-{secrets.token_hex(8)}"
+        folder.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+        if gone.exists():  # a file that another host still has open, on NFS: the next version tries again
+            _log.warning("weights.not_removed", was=folder.name, folder=str(gone))
 
     def _surplus(self) -> list[int]:
-        """All but the newest versions, and what their adapters are merged with."""
-        here = {version: manifests.named((self._folder / f"version-{version}" / MANIFEST).read_bytes()) for version in self.versions()}
+        """All but the newest versions and what their adapters are merged with; and what has no manifest, whose deletion was cut short."""
+        here, broken = {}, []
+        for version in self._numbered():
+            path = self._folder / f"version-{version}" / MANIFEST
+            try:
+                here[version] = manifests.named(path.read_bytes())
+            except (FileNotFoundError, NotADirectoryError):
+                broken.append(version)
+            except OSError as error:  # the disk's trouble, perhaps for a moment: it is left alone, and stands for nothing
+                _log.warning("weights.unreadable", path=str(path), reason=str(error))
         newest = [*here][-self._keep :]
         bases = {here[version][1] for version in newest} - {b""}
         needed = {root: version for version, (root, _) in here.items() if root in bases}  # of equal ones the newest
-        return [version for version in here if version not in newest and version not in needed.values()]
+        return broken + [version for version in here if version not in newest and version not in needed.values()]
 
     def versions(self) -> list[int]:
         """What is complete, oldest first."""
+        return [version for version in self._numbered() if (self._folder / f"version-{version}" / MANIFEST).exists()]
+
+    def _numbered(self) -> list[int]:
         found = []
         for path in self._folder.glob("version-*"):
             with contextlib.suppress(ValueError):

@@ -411,6 +411,19 @@ def test_a_node_where_engines_cannot_read_their_key_is_quarantined() -> None:
     assert "exit code 72" in reason
 
 
+def test_jobs_of_a_daemon_before_the_upgrade_are_refused_and_hold_nothing_up() -> None:
+    """Each that waited starts, finds another release than it was submitted for, and leaves; what is submitted since is of ours."""
+    w = Watch()
+    w.tracker.restore([rec.JobState(intended(A), 5, "PENDING", 0, "", False), rec.JobState(intended(B), 6, "PENDING", 1, "", False)], 100.0)
+    ended: dict[str, Any] = {"nodes": ("node2",), "start_time": 100.5, "end_time": 101.0}
+    w.see(102, ours(A, 5, JobState.FAILED, exit_code=78, **ended), ours(B, 6, JobState.FAILED, exit_code=78, restart_count=1, **ended))
+    assert len([event for event in w.of(rec.Event) if event.kind == "engine_died"]) == 2, "they did end so"
+    assert w.tracker.health.backoff() == (0.0, "")
+    w.tracker.restore([rec.JobState(intended(A), 7, "PENDING", 0, "", False)], 110.0)
+    w.see(112, ours(A, 7, JobState.FAILED, exit_code=1, nodes=("node2",), start_time=110.5, end_time=111.0))
+    assert w.tracker.health.backoff()[0] == 117.0, "one that dies of something else does count"
+
+
 def test_deaths_far_apart_do_not_quarantine() -> None:
     health = Health(RULES.health)
     assert [health.died("node1", "x", at) for at in (0.0, 400.0, 700.0, 1100.0)] == [""] * 4

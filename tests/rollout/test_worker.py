@@ -598,6 +598,16 @@ def test_a_worker_that_lacks_something_where_it_runs_was_not_refused(
     assert said in capsys.readouterr().err
 
 
+def test_arguments_of_a_later_release_are_refused_as_its_jobs_are(program: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exit code 2 would be held against the node."""
+    with pytest.raises(SystemExit) as left:
+        program.main(["--state-dir", "/s", "--key", "/k", "--kind", "harvested", "--run", "run", "--of-tomorrow", "1"], {})
+    assert left.value.code == EXIT_REFUSED
+    said = capsys.readouterr().err
+    assert "--of-tomorrow" in said
+    assert f"{sys.executable} has {__version__}" in said
+
+
 @asynccontextmanager
 async def process(state_dir: Path, key: Path) -> AsyncIterator[asyncio.subprocess.Process]:
     argv = ["-m", "rollout", "--state-dir", str(state_dir), "--key", str(key), "--kind", "harvested", "--run", "run"]

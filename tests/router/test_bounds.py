@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from scavenger.ledger import records as rec
 from scavenger.router import core as core_module
-from scavenger.router import steps
+from scavenger.router import greeting, steps
+from scavenger.router.events import TrainerCalled
 from scavenger.router.state import PEER_EVERY_S, REFUSALS_TOLD
-from scavenger.wire import Denied, Heartbeat, Ok, RecordCheckpoint, Rejected
-from tests.router.harness import Bench, root, specs, started
+from scavenger.wire import Call, Denied, Heartbeat, Ok, RecordCheckpoint, Rejected
+from tests.router.harness import OWNER, Bench, open_body, root, specs, started
 from tests.router.moves import W1, W2, finish_all
 
 
@@ -36,6 +38,32 @@ def test_a_worker_that_greets_as_a_new_one_for_ever_makes_rows_at_a_low_rate_and
     bench.tick(PEER_EVERY_S, step=PEER_EVERY_S)
     bench.hello(W1, session="patient")
     assert rows(bench, rec.WorkerJoined) == few + 2
+
+
+def test_each_reserved_engine_of_an_owner_has_its_own_budget_and_a_committed_step_renews_it(few: int) -> None:
+    bench = started(n=2)
+    for slot in range(2 * few):
+        bench.hello(100 + slot, kind="reserved", slot=str(slot))
+    assert rows(bench, rec.WorkerJoined) == 2 * few, "a large run, or a sweep of many, is no flood"
+    for n in range(3 * few):
+        bench.hello(100, kind="reserved", slot="0", session=f"again{n}")
+    assert rows(bench, rec.WorkerJoined) == 3 * few - 1, "one that is started again and again is"
+    assert bench.take(100, Rejected)[-1].retry
+    leases = bench.join(W1)
+    finish_all(bench, W1, leases)
+    assert isinstance(bench.commit_step(1, [lease.sample_id for lease in leases]), Ok)
+    before = rows(bench, rec.WorkerJoined)
+    bench.hello(100, kind="reserved", slot="0", session="after a step")
+    assert rows(bench, rec.WorkerJoined) == before + 1
+
+
+def test_an_owner_whose_engines_name_ever_new_slots_makes_rows_at_a_low_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(greeting, "OWNER_BURST", 20)
+    bench = started()
+    for n in range(100):
+        bench.hello(100 + n, kind="reserved", slot=f"slot{n}")
+    assert rows(bench, rec.WorkerJoined) == 20
+    assert bench.router.core.counters["hello_refused"] == 80
 
 
 def test_a_worker_that_falls_silent_and_comes_back_for_ever_is_told_of_less_and_less() -> None:
@@ -67,10 +95,38 @@ def test_a_trainer_that_commits_nothing_makes_rows_at_a_low_rate(few: int, what:
             refused += isinstance(bench.publish(n + 2), Denied)
         else:
             refused += isinstance(bench.call(RecordCheckpoint(0, 1, root(1), f"/c{n}")), Denied)
-    assert few - 2 <= rows(bench, kind) <= few, "what is within the bound is done"
+    assert few - 2 <= rows(bench, kind) <= few + 1, "what is within the bound is done, with the one that it was started with"
     assert refused >= 100 - few
     assert len(bench.ledger.log) - before <= 4 * few
     assert bench.router.core.counters["calls_refused"] == refused
+
+
+def test_what_writes_no_row_is_not_charged(few: int) -> None:
+    """A trainer whose daemon restarts announces its versions again; one that asks in vain has made nothing."""
+    bench = started()
+    for _ in range(3 * few):
+        assert isinstance(bench.publish(1), Ok)
+        assert isinstance(bench.publish(0), Denied)  # a number that was used
+        bench.call(msgspec.structs.replace(open_body(), seed=8))  # another run of that name
+    assert isinstance(bench.publish(2), Ok)
+    assert "calls_refused" not in bench.router.core.counters
+
+
+def test_runs_of_one_owner_are_charged_apart_and_new_ones_are_bounded(few: int) -> None:
+    bench = started()
+    core = bench.router.core
+    for n in range(2, 100):
+        bench.handle(TrainerCalled(50 + n, OWNER, Call(n, f"r{n}", 0, open_body())))
+    assert rows(bench, rec.RunCreated) == len(core.runs) == few
+    assert core.counters["calls_refused"] == 99 - few
+    said = bench.answer(99, 149)
+    assert isinstance(said, Denied)
+    assert "runs of this owner" in said.reason
+    for n in range(2 * few):
+        bench.call(RecordCheckpoint(0, 1, root(1), f"/c{n}"))
+    assert rows(bench, rec.CheckpointRecorded) == few - 1, "and its first version"
+    bench.handle(TrainerCalled(52, OWNER, Call(200, "r2", 0, open_body())))
+    assert core.runs["r2"].attempt == 2, "another run is not held to account"
 
 
 def test_a_committed_step_makes_room_again(few: int) -> None:

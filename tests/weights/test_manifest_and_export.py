@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 from typer.testing import CliRunner
 
 from scavenger.cli import app
@@ -246,6 +248,52 @@ def test_a_spool_keeps_the_base_of_the_adapters_that_it_keeps(tmp_path: Path) ->
     shelf.write(*adapters(7))
     shelf.write(*adapters(8))
     assert shelf.versions() == [6, 7, 8]
+
+
+def test_a_folder_without_its_manifest_is_cleaned_away_and_stops_no_later_version(tmp_path: Path) -> None:
+    """What a trainer leaves that is killed while it deletes an old version."""
+    shelf = spool.Spool(tmp_path, keep=2)
+    for number in (1, 2, 3):
+        shelf.write(*version(number))
+    (tmp_path / "version-3" / spool.MANIFEST).unlink()
+    assert shelf.versions() == [2]
+    shelf.write(*version(4))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["version-2", "version-4"]
+
+
+def test_a_version_that_cannot_be_deleted_stops_no_later_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf = spool.Spool(tmp_path, keep=1)
+    shelf.write(*version(1))
+    with monkeypatch.context() as patch, capture_logs() as logs:
+        # its other file is open on another host
+        patch.setattr("scavenger.weights.spool.shutil.rmtree", lambda path, **_: (path / spool.MANIFEST).unlink())
+        shelf.write(*version(2))
+    assert [(entry["event"], entry["was"]) for entry in logs] == [("weights.not_removed", "version-1")]
+    assert shelf.versions() == [2], "complete, or not there under its name"
+    shelf.write(*version(3))
+    assert [path.name for path in tmp_path.iterdir()] == ["version-3"], "tried again"
+
+
+def renamed_but(rename: Callable[[Path, Path], Path], name: str) -> Callable[[Path, Path], Path]:
+    def refuse(path: Path, to: Path) -> Path:
+        if path.name == name:
+            raise OSError(f"{name} stays")
+        return rename(path, to)
+
+    return refuse
+
+
+def test_cleaning_that_fails_is_told_and_the_version_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shelf = spool.Spool(tmp_path, keep=1)
+    shelf.write(*version(1))
+    (tmp_path / "version-1" / spool.MANIFEST).unlink()
+    (tmp_path / "version-1" / spool.MANIFEST).mkdir()  # cannot be read, for another reason than that it is missing
+    with monkeypatch.context() as patch, capture_logs() as logs:
+        shelf.write(*version(2))
+        patch.setattr(Path, "rename", renamed_but(Path.rename, "version-2"))
+        shelf.write(*version(3))
+    assert [entry["event"] for entry in logs] == ["weights.unreadable", "weights.unreadable", "weights.not_cleaned"]
+    assert (tmp_path / "version-3" / spool.MANIFEST).is_file()
 
 
 def test_adapters_alone_are_not_exported_and_the_command_that_merges_them_is_named(tmp_path: Path) -> None:
