@@ -1,7 +1,7 @@
 """One MPI rank of a test: `mpirun -n N python publish_program.py MODEL OUT` publishes a few versions from sharded sources and pulls them.
 
-With all weights trained and with adapters. Each version is compared with what a gather of everything gives; then the last rank stops
-serving. Chunks are of one page, so that they lie across the ranks' shards as those of a large model do.
+With all weights trained, with adapters, and with adapters of fewer rows than ranks. Each version is compared with what a gather of all
+gives; then the last rank stops serving. Chunks are of one page, so that they lie across the ranks' shards as those of a large model do.
 """
 
 from __future__ import annotations
@@ -154,12 +154,16 @@ def main(model: str, out: str) -> None:
     comm = connect(idle_poll_ms=5.0)
     mesh = join(comm)
     found = {}
-    for name, lora in (("all", LoraSection()), ("lora", LoraSection(rank=2, alpha=4.0))):
+    # LoRA of so many rows that each rank has most of some chunk.
+    kinds = {"all": LoraSection(), "lora": LoraSection(rank=64, alpha=128.0)}
+    if comm.size > 2:
+        kinds["narrow"] = LoraSection(rank=2, alpha=4.0)  # A has two rows: the other ranks have none of it
+    for name, lora in kinds.items():
         learner = Learner(
             Path(model), mesh, recipe=resolve(AlgorithmSection(), 8), optimizer=OptimizerSection(lr=1e-4), temperature=1.0,
             deterministic=False, lora=lora,
         )  # fmt: skip
-        found[name] = publish(comm, learner, Path(out) / f"spool-{comm.size}" / name, local=name == "lora")
+        found[name] = publish(comm, learner, Path(out) / f"spool-{comm.size}" / name, local=name != "all")
     leave()
     if comm.rank == 0:
         (Path(out) / f"found-{comm.size}.json").write_text(json.dumps(found))
