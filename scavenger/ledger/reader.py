@@ -20,6 +20,7 @@ from scavenger.ledger import queries
 from scavenger.ledger import records as r
 from scavenger.ledger.faults import FINAL, classify, explain, overran, remedy
 from scavenger.ledger.store import MAINTENANCE_S, READER_S
+from scavenger.weights import manifest as manifests
 from scavenger.wire import unpack_logprobs, unpack_tokens
 
 Piece = tuple[int, bytes, bytes, bytes]  # start_len, tokens, logprobs, raw_logprobs
@@ -263,11 +264,21 @@ def _struct(kind: Any, row: Mapping[str, Any], **renamed: str) -> Any:
     return kind(**{name: row[renamed.get(name, name)] for name in kind.__struct_fields__})
 
 
-def _runs(connection: sa.Connection) -> list[r.RunState]:
+def _versions(connection: sa.Connection) -> dict[int, list[r.VersionPublished]]:
+    """Of each run. With the manifest of adapters comes that of every version that holds their base: engines pull or serve both."""
+    rows = [{**row, "manifest": row["manifest"] or b""} for row in _ask(connection, "snapshot_versions")]
+    bases = {(row["run_id"], base) for row in rows if (base := manifests.base_of(row["manifest"]))}
     versions: dict[int, list[r.VersionPublished]] = defaultdict(list)
-    for row in _ask(connection, "snapshot_versions"):
-        known = {**row, "manifest": row["manifest"] or b""}
-        versions[row["run_id"]].append(_struct(r.VersionPublished, known, at="published_at"))
+    for row in rows:
+        if not row["manifest"] and (row["run_id"], row["root"]) in bases:
+            (kept,) = _ask(connection, "version_manifest", run_id=row["run_id"], version=row["version"])
+            row["manifest"] = kept["manifest"]
+        versions[row["run_id"]].append(_struct(r.VersionPublished, row, at="published_at"))
+    return versions
+
+
+def _runs(connection: sa.Connection) -> list[r.RunState]:
+    versions = _versions(connection)
     # Ordered by step, then by time: of a step that was recorded twice the later stays.
     checkpoints: dict[int, dict[int, r.CheckpointRecorded]] = defaultdict(dict)
     for row in _ask(connection, "snapshot_checkpoints"):

@@ -7,9 +7,12 @@ no more. Commits happen when the test says so, unless `auto` is on.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
+
+import msgspec
 
 from scavenger.ledger import reader, store, transaction
 from scavenger.ledger import records as rec
@@ -34,6 +37,7 @@ from scavenger.router.payload_check import checked
 from scavenger.router.payload_gate import filled, lacking, lacking_message, take_back
 from scavenger.router.payloads import Payload, PayloadStore
 from scavenger.router.state import Limits
+from scavenger.weights import manifest as manifests
 from scavenger.wire import (
     PROTOCOL,
     Attach,
@@ -293,12 +297,19 @@ class Ledger:
     def payloads(self, sample_ids: list[int]) -> dict[int, Payload]:
         return {i: (r.tokens, r.logprobs, r.raw_logprobs) for i in sample_ids if (r := self.samples.get(i)) is not None}
 
+    def _versions(self, run_id: int) -> tuple[rec.VersionPublished, ...]:
+        """As the real one gives them: of an active run the newest four manifests, and those of their bases."""
+        mine = [v for v in self.versions if v.run_id == run_id]
+        newest = max((v.version for v in mine), default=0) - 4 if not self.runs[run_id]["ended"] else math.inf
+        bases = {manifests.base_of(v.manifest) for v in mine if v.version > newest} - {b""}
+        return tuple(v if v.version > newest or v.root in bases else msgspec.structs.replace(v, manifest=b"") for v in mine)
+
     def snapshot(self) -> rec.Snapshot:
         active = [i for i, run in self.runs.items() if not run["ended"]]
         runs = tuple(
             rec.RunState(
                 run["created"], run["attempt"], run["resume"], run["last"], run["engine"], run["config"],  # type: ignore[arg-type]
-                tuple(v for v in self.versions if v.run_id == i), (), bool(run["ended"]),
+                self._versions(i), (), bool(run["ended"]),
             )
             for i, run in self.runs.items()
         )  # fmt: skip

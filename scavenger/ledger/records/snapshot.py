@@ -9,7 +9,7 @@ from scavenger.ledger.records.runs import CheckpointRecorded, GroupCreated, RunC
 
 
 class RunState(msgspec.Struct, frozen=True):
-    """A run as the ledger has it. Versions but the newest few come without their manifest."""
+    """A run as the ledger has it. Versions come without their manifest, but for the newest few and what their adapters are merged with."""
 
     created: RunCreated
     attempt: int
