@@ -153,6 +153,8 @@ def _apply(delta: memoryview, chunk: memoryview) -> None:
     raw = _unpacked(delta[_HEAD.size :], fours + count * (gap_width + width))
     if fours:
         _apply_all(np.frombuffer(raw, np.uint8, fours), _from_planes(raw[fours:], width), items)
+    elif count > MANY * len(items):  # as `encode` makes none: links of it that change nothing would cost only time
+        raise WeightsError(f"a delta with {count} positions of {len(items)}")
     elif count:
         gaps = _from_planes(raw[: count * gap_width], gap_width)
         places = np.cumsum(gaps.astype(np.int64) + 1) - 1

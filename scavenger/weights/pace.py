@@ -29,7 +29,9 @@ BURST_S = 0.1
 MOST_DEBT_S = 60.0
 #: Another process has the file for microseconds, unless it was stopped just there: nobody waits for that one.
 LOCK_S = 0.1
+SHARERS = 8
 _FREE_AT = struct.Struct("<d")
+_ALONE = ": this engine keeps to its pull_mb_per_s, but not together with its neighbours"
 
 
 class Pace:
@@ -45,6 +47,10 @@ class Pace:
         """Return when these bytes are paid for, or at once when `ended` is set."""
         if self.bounded and (wait_s := self.owe(nbytes)) > 0:
             ended.wait(wait_s)
+
+    def longest_s(self, nbytes: int) -> float:
+        """Seconds that these bytes take within the bound where as many engines as nodes have GPUs pull at once; 0 without a bound."""
+        return SHARERS * nbytes / self._rate if self.bounded else 0.0
 
     def owe(self, nbytes: int) -> float:
         """Seconds until these bytes, after all that were taken before them, are paid for."""
@@ -65,16 +71,28 @@ class NodePace(Pace):
         self._file = _open(folder / f"scavenger-pull-{os.getuid()}") if self.bounded else None
 
     def _owe(self, nbytes: int) -> float:  # a lock on the file does not keep threads of one process apart: under both
-        if self._file is None or not self._shut():
+        if self._file is None:
             return super()._owe(nbytes)
         try:
-            said, now = self._read(), self._clock()
-            self._free_at = said if said <= now + MOST_DEBT_S else now
+            return self._owe_together(self._file, nbytes)
+        except OSError as error:  # no room in memory for the file's page, say: nothing of the pull itself
+            _log.warning("weights.pace_alone", reason=f"{error}{_ALONE}")
+            os.close(self._file)
+            self._file = None
+            return super()._owe(nbytes)
+
+    def _owe_together(self, file: int, nbytes: int) -> float:
+        if not self._shut():
+            return super()._owe(nbytes)
+        try:
+            said = self._read()
+            if said <= self._clock() + MOST_DEBT_S:
+                self._free_at = said
             wait_s = super()._owe(nbytes)
-            os.pwrite(self._file, _FREE_AT.pack(self._free_at), 0)
+            os.pwrite(file, _FREE_AT.pack(self._free_at), 0)
+            return wait_s
         finally:
-            fcntl.flock(self._file, fcntl.LOCK_UN)
-        return wait_s
+            fcntl.flock(file, fcntl.LOCK_UN)
 
     def close(self) -> None:
         with self._lock:
@@ -106,10 +124,10 @@ def _open(path: Path) -> int | None:
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         found = os.fstat(file)
-        if found.st_uid != os.getuid() or not stat.S_ISREG(found.st_mode):
+        if found.st_uid != os.getuid() or not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
             os.close(file)
-            raise WeightsError(f"{path} is somebody else's")
+            raise WeightsError(f"{path} is somebody else's, or has another name too")
     except (OSError, WeightsError) as error:
-        _log.warning("weights.pace_alone", reason=f"{error}: this engine keeps to its pull_mb_per_s, but not together with its neighbours")
+        _log.warning("weights.pace_alone", reason=f"{error}{_ALONE}")
         return None
     return file

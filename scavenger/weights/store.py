@@ -135,7 +135,7 @@ class Store:
         work.offer(_allowed((*weights.sources, *more), weights.encrypt))
         partial = asyncio.get_running_loop().call_later(self._announce_s, self._serve_partial, work, weights)
         try:
-            buffer = await work.finish(deadline_s)
+            buffer = await work.finish(deadline_s + self._pace.longest_s(manifest.total_nbytes))
         finally:
             partial.cancel()
             self.verify_s = work.verify_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import struct
 import sys
@@ -144,6 +145,16 @@ def test_garbage_is_refused_or_makes_other_bytes_but_never_more(seed: int, share
         except WeightsError:
             continue
         assert len(out) == CHUNK
+
+
+def test_more_positions_than_are_ever_made_are_refused() -> None:
+    """Links that change nothing cost time: their number of positions is bounded as an honest one's is."""
+    items = CHUNK // 2
+    for count, refused in ((int(delta.MANY * items), False), (int(delta.MANY * items) + 1, True)):
+        packed = zstandard.ZstdCompressor().compress(bytes(count * 3))
+        link = memoryview(delta.chain([struct.pack("<BBI", 2, 1, count) + packed]))
+        with pytest.raises(WeightsError, match="positions") if refused else contextlib.nullcontext():
+            delta.apply_chain(memoryview(bytes(CHUNK)), link, memoryview(bytearray(CHUNK)))
 
 
 def test_a_bomb_is_refused() -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import os
 import struct
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from scavenger import keys, wire
+from scavenger.weights import pace as pace_module
 from scavenger.weights.pace import MOST_DEBT_S, NodePace, Pace
 from scavenger.weights.source import WeightSource
 from scavenger.weights.store import Store
@@ -80,6 +83,29 @@ def test_a_link_in_the_file_s_place_is_not_followed(tmp_path: Path) -> None:
     pace.close()
 
 
+def test_a_file_that_cannot_be_written_leaves_each_engine_its_own_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a full /dev/shm, for which a `pwrite` that fails stands here."""
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(pace_module.os, "pwrite", full)
+    pace = NodePace(1e7, tmp_path, Clock())
+    waits = [pace.owe(1_000_000) for _ in range(3)]
+    assert [round(late - early, 6) for early, late in pairwise(waits)] == [0.1, 0.1], "a pull goes on, as fast as the bound lets it"
+    pace.close()
+
+
+def test_a_file_with_another_name_too_is_not_written(tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious")
+    os.link(victim, tmp_path / f"scavenger-pull-{os.getuid()}")
+    pace = NodePace(1e7, tmp_path, Clock())
+    pace.owe(10_000_000)
+    pace.close()
+    assert victim.read_bytes() == b"precious"
+
+
 def test_without_a_bound_there_is_no_file_and_no_wait(tmp_path: Path) -> None:
     NodePace(0.0, tmp_path).take(1 << 40, threading.Event())
     assert not list(tmp_path.iterdir())
@@ -96,7 +122,7 @@ def test_two_pulls_at_once_take_as_long_as_their_bytes_cost_together(tmp_path: P
             with WeightSource(local=False) as trainer:  # as one on another machine
                 weights = wire.UseWeights(1, b"m", (trainer.publish(manifest, blob),))
                 began = time.monotonic()
-                got = await asyncio.gather(*(store.get(manifest, weights, 30.0) for store in stores))
+                got = await asyncio.gather(*(store.get(manifest, weights, 0.1) for store in stores))  # a bound is no failure
                 took_s = time.monotonic() - began
             assert [one.view == blob for one in got] == [True, True]
         finally:
