@@ -223,7 +223,7 @@ class _Stream(threading.Thread):
         self.source = source
         self._pull = pull
         self.index = index
-        self._manifest = msgspec.structs.replace(pull.manifest, version=pull._numbers[source])  # as the source calls it
+        self._manifest = msgspec.structs.replace(pull.manifest, version=pull._numbers.get(source, pull.manifest.version))
         self._transfer = pull.transfer  # not the next one's, when this is left behind
         self.left = False  # the pull went on without it (under its lock): what it still gets is of no use
         self._channel: Channel | None = None
