@@ -181,13 +181,13 @@ def _base(worker: Worker, version: Version, *, more: bool) -> BaseWeights | None
     sources = base.sources
     if not run.directory.holds(base.version, worker.id):
         sources = run.directory.choose(base.version, worker.id, worker.node, base.sources).sources
-    return BaseWeights(base.version, b"" if more else base.manifest, sources)
+    return BaseWeights(base.version, b"" if more else base.manifest, sources, base.root)
 
 
-def _revision(run: Run, version: Version) -> int:
-    """Grows whenever somebody begins or ceases to hold what a worker pulls for this version."""
+def _revision(run: Run, version: Version) -> tuple[int, ...]:
+    """Another one whenever somebody begins or ceases to hold what a worker pulls for this version, and when its base is published again."""
     base = run.base_of(version)
-    return run.directory.revision(version.version) + (run.directory.revision(base.version) if base is not None else 0)
+    return (run.directory.revision(version.version), *((base.version, run.directory.revision(base.version)) if base is not None else ()))
 
 
 def more_holders(core: Core, worker: Worker) -> None:

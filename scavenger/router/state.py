@@ -266,7 +266,7 @@ class Worker:
     loaded_version: int = -1
     asked_version: int = -1
     asked_at: float = 0.0
-    offered: int = 0  # revision of the directory that its holders were chosen from
+    offered: tuple[int, ...] = ()  # revision of the directory that its holders were chosen from
     offered_at: float = 0.0
     load_failures: int = 0
     drain_reason: str = ""

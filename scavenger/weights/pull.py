@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import msgspec
 import numpy as np
 import structlog
 
@@ -82,14 +83,16 @@ class Pull:
         self.no_nixl = no_nixl if no_nixl is not None else set()
         self.pace = pace or NodePace()
         self._sources: list[wire.WeightSource] = []
+        self._numbers: dict[wire.WeightSource, int] = {}
         self._streams: list[_Stream] = []
         self._stuck: list[_Stream] = []  # of earlier tries
         self._waiting: deque[wire.WeightSource] = deque()  # for one of `MAX_SOURCES` places
         self._told: Callable[[], None] = lambda: None
 
-    def offer(self, sources: Sequence[wire.WeightSource]) -> None:
-        """Pull from these too. A source that is known already goes on as it does, or is tried again if it was given up."""
+    def offer(self, sources: Sequence[wire.WeightSource], version: int | None = None) -> None:
+        """Pull from these too, which call it `version` (None: as the manifest does). A known one goes on, or is tried again if given up."""
         with self.lock:
+            self._numbers.update(dict.fromkeys(sources, self.manifest.version if version is None else version))
             busy = {stream.source for stream in (*self._streams, *self._stuck) if stream.is_alive()}
             fresh = [source for source in dict.fromkeys(sources) if source not in busy and source not in self._waiting]
             room = max(0, MAX_SOURCES - len(busy))
@@ -116,8 +119,7 @@ class Pull:
 
     async def finish(self, deadline_s: float) -> Buffer:
         """Wait until every byte is here and verified. Raises `WeightsError` otherwise; the pull can then be gone on with (`again`)."""
-        loop = asyncio.get_running_loop()
-        news = asyncio.Event()
+        loop, news = asyncio.get_running_loop(), asyncio.Event()
 
         def told() -> None:
             loop.call_soon_threadsafe(news.set)
@@ -151,8 +153,7 @@ class Pull:
         self.ended.clear()
         self._stuck = [stream for stream in (*self._stuck, *self._streams) if stream.is_alive()]
         self._sources, self._streams, self._waiting = [], [], deque()
-        old = self.transfer
-        self.transfer = old.resumed(self.manifest, self.clock())
+        self.transfer = self.transfer.resumed(self.manifest, self.clock())
 
     def _prepare(self) -> None:
         """Make memory ahead of what comes; ends with the pull."""
@@ -222,6 +223,7 @@ class _Stream(threading.Thread):
         self.source = source
         self._pull = pull
         self.index = index
+        self._manifest = msgspec.structs.replace(pull.manifest, version=pull._numbers.get(source, pull.manifest.version))
         self._transfer = pull.transfer  # not the next one's, when this is left behind
         self.left = False  # the pull went on without it (under its lock): what it still gets is of no use
         self._channel: Channel | None = None
@@ -236,8 +238,7 @@ class _Stream(threading.Thread):
         self._known = False  # whether it said on this connection what it has: nothing is asked of it before
 
     def hang_up(self) -> None:
-        channel = self._channel
-        if channel is not None:
+        if (channel := self._channel) is not None:
             channel.close()
 
     def run(self) -> None:
@@ -316,14 +317,13 @@ class _Stream(threading.Thread):
 
     def _take(self, answer: Answer) -> None:
         pull, index = self._pull, self.index
-        if answer.version != pull.manifest.version or isinstance(answer, Reached):
+        if answer.version != self._manifest.version or isinstance(answer, Reached):
             raise WireError("an answer that was not asked for")
         if isinstance(answer, Holds):
             self._have_due, self._known = False, True
             found = channels.here(answer, len(pull.manifest.chunk_hashes))
             with pull.lock:
-                source = self._transfer.holders[index].source
-                self._transfer.know(source, found)
+                self._transfer.know(self._transfer.holders[index].source, found)
             return
         if isinstance(answer, NoSuch):
             with pull.lock:
@@ -385,7 +385,7 @@ class _Stream(threading.Thread):
     def _connected(self) -> Channel:
         if self._channel is None:
             self._have_at, self._have_due, self._known = None, False, False
-            self._channel = self._opener.open(self._pull.manifest)
+            self._channel = self._opener.open(self._manifest)
         return self._channel
 
     def _disconnect(self) -> None:

@@ -43,11 +43,17 @@ def _allowed(sources: Sequence[wire.WeightSource], encrypt: bool) -> list[wire.W
     return [source for source in sources if source.endpoint not in clear]
 
 
-def _sources_of(weights: wire.UseWeights, version: int) -> tuple[wire.WeightSource, ...]:
-    """The named holders of this version: that which is to be used, or its base."""
-    if weights.version == version:
-        return weights.sources
-    return weights.base.sources if weights.base is not None and weights.base.version == version else ()
+def _holders_of(manifest: Manifest, weights: wire.UseWeights) -> tuple[tuple[wire.WeightSource, ...], int]:
+    """The named holders of these weights, and the number under which they hold them: those that are to be used, or their base.
+
+    A base may have got another number since its pull began; an older daemon does not say its root.
+    """
+    base = weights.base
+    if weights.version == manifest.version:
+        return weights.sources, weights.version
+    if base is not None and (base.root == manifest.root if base.root else base.version == manifest.version):
+        return base.sources, base.version
+    return (), manifest.version
 
 
 class Store:
@@ -131,8 +137,9 @@ class Store:
             )  # fmt: skip
         else:
             work.again(manifest)
-        more = _sources_of(self._more, weights.version) if self._more is not None else ()
-        work.offer(_allowed((*weights.sources, *more), weights.encrypt))
+        work.offer(_allowed(weights.sources, weights.encrypt))
+        if self._more is not None:
+            self._offer(work, self._more, weights.encrypt)
         partial = asyncio.get_running_loop().call_later(self._announce_s, self._serve_partial, work, weights)
         try:
             buffer = await work.finish(deadline_s + self._pace.longest_s(manifest.total_nbytes))
@@ -147,7 +154,11 @@ class Store:
         """More holders of the version that is being pulled, or is about to be."""
         self._more = weights
         if self._pull is not None:
-            self._pull.offer(_allowed(_sources_of(weights, self._pull.manifest.version), weights.encrypt))
+            self._offer(self._pull, weights, weights.encrypt)
+
+    def _offer(self, work: Pull, named: wire.UseWeights, encrypt: bool) -> None:
+        sources, number = _holders_of(work.manifest, named)
+        work.offer(_allowed(sources, encrypt), number)
 
     def close(self) -> None:
         self._pace.close()

@@ -194,11 +194,15 @@ class HeartbeatAck(Message, frozen=True):
 
 
 class BaseWeights(Part, frozen=True):
-    """The version whose weights adapters are merged with, and who holds it. `manifest` as in `UseWeights`; empty where `more` is."""
+    """The version whose weights adapters are merged with, and who holds it. `manifest` as in `UseWeights`; empty where `more` is.
+
+    `root` names the weights: a trainer that restarted publishes equal ones under another number. Empty: an older daemon's.
+    """
 
     version: int
     manifest: bytes
     sources: tuple[WeightSource, ...]
+    root: bytes = b""
 
 
 class UseWeights(Message, frozen=True):

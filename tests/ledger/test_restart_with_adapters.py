@@ -85,7 +85,7 @@ def test_a_joiner_gets_adapters_and_base_from_engines_while_the_trainer_is_away(
     bench, versions = restarted(ledger, samples_of=8)
     greets(bench, WITH_8, versions, (1, 8), loaded=8)
     greets(bench, JOINER, versions, ())
-    base = BaseWeights(1, versions[1].manifest, (holder(WITH_8),))
+    base = BaseWeights(1, versions[1].manifest, (holder(WITH_8),), versions[1].root)
     assert bench.take(JOINER, UseWeights) == [UseWeights(8, versions[8].manifest, (holder(WITH_8),), base=base)]
 
 

@@ -212,13 +212,13 @@ def with_adapters() -> tuple[Bench, PublishVersion, PublishVersion]:
 def test_adapters_come_with_their_base_and_with_those_who_hold_it() -> None:
     bench, base, adapters = with_adapters()
     bench.hello(W1)
-    whole = UseWeights(2, adapters.manifest, (SOURCE,), base=BaseWeights(1, base.manifest, (SOURCE,)))
+    whole = UseWeights(2, adapters.manifest, (SOURCE,), base=BaseWeights(1, base.manifest, (SOURCE,), base.root))
     assert asked(bench, W1) == [whole]
     bench.hello(W2)
     asked(bench, W2)
     bench.say(W1, Serving(1, base.root, engine(1)))
     bench.tick(1.0)
-    assert asked(bench, W2) == [UseWeights(2, b"", (SOURCE,), more=True, base=BaseWeights(1, b"", (SOURCE, engine(1))))]
+    assert asked(bench, W2) == [UseWeights(2, b"", (SOURCE,), more=True, base=BaseWeights(1, b"", (SOURCE, engine(1)), base.root))]
     bench.say(W1, WeightsLoaded(2, adapters.root))
     assert len(bench.leases(W1)) == 1
 
@@ -241,7 +241,7 @@ def test_a_joiner_loads_adapters_and_base_from_engines_while_the_trainer_restart
     assert asked(bench, W2) == [], "adapters without anybody who has their base: the trainer publishes it again"
     bench.say(W1, Serving(1, base.root, engine(1)))
     bench.hello(W3)
-    assert asked(bench, W3) == [UseWeights(2, adapters.manifest, (engine(2),), base=BaseWeights(1, base.manifest, (engine(1),)))]
+    assert asked(bench, W3) == [UseWeights(2, adapters.manifest, (engine(2),), base=BaseWeights(1, base.manifest, (engine(1),), base.root))]
 
 
 def test_the_base_that_a_restarted_trainer_publishes_again_serves_for_the_old_adapters_too() -> None:
@@ -252,7 +252,18 @@ def test_the_base_that_a_restarted_trainer_publishes_again_serves_for_the_old_ad
     bench.call(adapters)
     bench.submit(version=2, groups=specs(1, n=1))
     bench.hello(W1)
-    assert asked(bench, W1)[-1].base == BaseWeights(3, again.manifest, (SOURCE,))
+    assert asked(bench, W1)[-1].base == BaseWeights(3, again.manifest, (SOURCE,), again.root)
+
+
+def test_a_worker_that_still_pulls_the_base_hears_of_its_new_number_and_holders() -> None:
+    bench, base, _ = with_adapters()
+    bench.hello(W1)
+    asked(bench, W1)
+    again = made(3)
+    assert again.root == base.root
+    bench.call(again)
+    bench.tick(1.0)
+    assert asked(bench, W1) == [UseWeights(2, b"", (SOURCE,), more=True, base=BaseWeights(3, b"", (SOURCE,), base.root))]
 
 
 def test_a_base_outlives_the_versions_between_and_a_restart_of_the_daemon() -> None:
@@ -274,4 +285,4 @@ def test_a_base_outlives_the_versions_between_and_a_restart_of_the_daemon() -> N
     bench.call(newest)
     bench.submit(version=8, step=2, groups=specs(1, n=1))
     bench.hello(W2)
-    assert asked(bench, W2)[-1].base == BaseWeights(1, base.manifest, (SOURCE,))
+    assert asked(bench, W2)[-1].base == BaseWeights(1, base.manifest, (SOURCE,), base.root)

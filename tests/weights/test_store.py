@@ -127,6 +127,30 @@ def test_a_publisher_that_dies_within_a_pull_is_replaced_by_a_joiner_s_neighbour
     asyncio.run(main())
 
 
+def test_a_base_that_is_pulled_comes_from_those_too_that_hold_it_under_the_number_of_a_restarted_trainer() -> None:
+    async def main() -> None:
+        first, blob = manifests.build(1, {"w": ("int8", (8 << 20,), memoryview(bytes(8 << 20)))})
+        again = msgspec.structs.replace(first, version=3)  # a number is no part of the root
+        adapters, _ = manifests.build(2, {"w": ("int8", (1,), memoryview(b"a"))}, adapter=manifests.Adapter(first.root, 1.0, "float32"))
+        async with engines(1) as (engine,):
+            slow = WeightSource(local=False, nbytes_per_s=1 << 21)
+            under = wire.BaseWeights(1, manifests.encode(first), (slow.publish(first, blob),), first.root)
+            asked = wire.UseWeights(2, manifests.encode(adapters), (), base=under)
+            waiting = asyncio.create_task(engine.store.get_base(adapters, asked, 20.0))
+            while not slow.stats.parts:
+                await asyncio.sleep(0.01)
+            with WeightSource(local=False) as trainer:
+                source = trainer.publish(again, blob)
+                engine.store.offer(wire.UseWeights(2, b"", (), more=True, base=wire.BaseWeights(3, b"", (source,), again.root)))
+                slow.close()
+                pulled, buffer = await waiting
+                assert trainer.stats.parts
+            assert (pulled.version, buffer.view) == (1, blob)
+            assert engine.said[-1].version == 1
+
+    asyncio.run(main())
+
+
 def test_a_long_pull_serves_others_before_it_is_complete() -> None:
     async def main() -> None:
         manifest, blob = version(1)
