@@ -51,7 +51,7 @@ STATES: tuple[State, ...] = (
           "closed after absent_s; another is submitted"),
     State("OUT_OF_MEMORY", "over", Sight.FINISHED, "failed", True, False, "blamed on engine and node: back-off, then quarantine"),
     State("FAILED", "over, exit code not 0", Sight.FINISHED, "failed", True, False,
-          "as OUT_OF_MEMORY, but for codes of a leave on notice"),
+          "as OUT_OF_MEMORY, but for codes of a leave on notice; 78 (refused, another release) blames no node"),
     State("TIMEOUT", "over, its time limit came", Sight.FINISHED, "timeout", True, False,
           "nobody is blamed; another is submitted if wanted"),
     State("DEADLINE", "over", Sight.FINISHED, "timeout", True, False, "as TIMEOUT"),
