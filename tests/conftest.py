@@ -67,9 +67,14 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"SCAVENGER_REQUIRE names {sorted(unknown)}; known are {sorted(SERVICES)}")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole runs come first: they mostly wait, and are to have begun before what mostly computes is over."""
+    items.sort(key=lambda item: "/tests/system/" not in item.path.as_posix())
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Whole runs, which mostly wait, come first and one after another in one process; the other takes the rest, then both do.
+    """Whole runs one after another in one process; the other takes the rest, file by file, then both do.
 
     Not `--dist loadgroup`: xdist 3.8 hands its groups on in node ids that pytest 9.2 makes anew.
     """
@@ -77,8 +82,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class Lanes(LoadScopeScheduling):  # type: ignore[misc]  # xdist's schedulers are untyped
         def _split_scope(self, nodeid: str) -> str:
-            return "runs" if nodeid.startswith("tests/system/") else nodeid
+            return "runs" if nodeid.startswith("tests/system/") else nodeid.partition("::")[0]
 
+    config.option.loadscopereorder = False  # by the number of tests, which says nothing of their time
     return Lanes(config, log)
 
 
