@@ -254,7 +254,7 @@ def _alone(learner: Learner) -> tuple[float, float]:
     of = publish.layout(learner.shapes(), "bfloat16", learner.mesh.get_local_rank(), learner.mesh.size())
     flat = _spare.setdefault(of.total, torch.zeros(of.total, dtype=torch.uint8))
     began = time.monotonic()
-    for _ in publish._copy(flat, learner, of):
+    for _ in publish._copy(flat, learner, of, base=False):
         pass
     copied = time.monotonic()
     view = memoryview(flat.numpy())
