@@ -17,7 +17,7 @@ def _group() -> None:
 
 @app.command("export")
 def export(
-    version: Annotated[Path, typer.Argument(help="a spooled version: <weights.spool_dir>/version-N")],
+    version: Annotated[Path, typer.Argument(help="a spooled version: <weights.spool_dir>/<run.name>/version-N")],
     out: Annotated[Path, typer.Argument(help="the new folder")],
     model: Annotated[Path | None, typer.Option(help="model.path of the run: its config.json and tokenizer are copied")] = None,
 ) -> None:

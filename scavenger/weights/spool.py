@@ -197,7 +197,7 @@ def read(folder: Path) -> tuple[Manifest, memoryview]:
             size = os.fstat(file.fileno()).st_size
             blob = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)) if size else memoryview(b"")
     except OSError as error:
-        raise WeightsError(f"{folder} is no spooled version: {error}", "give <weights.spool_dir>/version-N") from error
+        raise WeightsError(f"{folder} is no spooled version: {error}", "give <weights.spool_dir>/<run.name>/version-N") from error
     if size != manifest.total_nbytes:
         raise WeightsError(f"{folder / BLOB} has {size} bytes, its manifest names {manifest.total_nbytes}", "use another version")
     return manifest, blob
