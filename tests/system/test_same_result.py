@@ -37,21 +37,23 @@ def _run(
             play.finish(site, training)
             return play.result(site)
         lost: set[int] = set()
-        while preempt and len(lost) < 4:
+        while preempt and (len(lost) < 4 or not _hit(site)):
             for worker, _job, node in play.wait_for("engines at work", lambda: [one for one in play.busy(site) if one[0] not in lost]):
                 lost.add(worker)
                 site.submit_other(0.3, 4, node)
         play.wait_for("harvested engines' tokens that were trained on", lambda: _harvested_tokens(site) > 0)
-        if preempt:
-            hit = "SELECT count(*) FROM workers WHERE kind = 'harvested' AND samples > 0"
-            play.wait_for("three engines with samples", lambda: play.ask(site, hit)[0][0] >= 3)
-            play.wait_for("a sample to move with tokens", lambda: play.ask(site, "SELECT count(*) FROM samples WHERE moves > 0")[0][0] > 0)
         wanted = {"standard": {"harvest", "engines"}, "predictive": {"harvest", "engines", "placement", "window"}}[policy]
         said = "SELECT DISTINCT policy FROM decisions WHERE code <> ''"
         play.wait_for("the ledger to explain the run", lambda: wanted <= {kind for (kind,) in play.ask(site, said)})
         play.wait_for("four steps", lambda: play.steps_done(site) >= 4)
         done = play.cut_short(site, training)
         return play.result(site).until(done)
+
+
+def _hit(site: Site) -> bool:
+    """Whether three engines were lost with samples (what they had is counted when they leave), and a sample moved with tokens."""
+    engines = play.ask(site, "SELECT count(*) FROM workers WHERE kind = 'harvested' AND samples > 0")
+    return engines[0][0] >= 3 and play.ask(site, "SELECT count(*) FROM samples WHERE moves > 0")[0][0] > 0
 
 
 def _harvested_tokens(site: Site) -> int:
