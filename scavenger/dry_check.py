@@ -9,25 +9,15 @@ import getpass
 import os
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from scavenger import keys
 from scavenger.cluster import choose
 from scavenger.config import DaemonConfig
-from scavenger.errors import LedgerError, ScavengerError
+from scavenger.errors import Finding, LedgerError, ScavengerError
 from scavenger.harvest.policy import Submit
 from scavenger.harvest.script import job_spec, read_template
 from scavenger.ledger import queries, reader, schema, store
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One check's result. `problem`: cause and remedy, "" where all is well. `note`: what a daemon would do first."""
-
-    what: str
-    problem: str
-    note: str = ""
 
 
 def explain(config: DaemonConfig, user: str, host: str) -> list[str]:

@@ -7,6 +7,7 @@ keeps its traceback.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import PurePath
 
 
@@ -30,6 +31,19 @@ class ScavengerError(Exception):
     def log_text(self) -> str:
         """Cause and quotation, for a log."""
         return f"{self.cause}: {self.quoted}" if self.quoted else self.cause
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What one check before a start found.
+
+    `problem`: cause and remedy by line, "" where all is well. `note`: what was seen, or why nothing was.
+    """
+
+    what: str
+    problem: str = ""
+    note: str = ""
+    skipped: bool = False
 
 
 class ConfigError(ScavengerError):

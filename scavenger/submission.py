@@ -9,26 +9,15 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from scavenger.cluster import commands, runner
 from scavenger.cluster.choose import short
 from scavenger.cluster.model import Node, Partition, PreemptMode
 from scavenger.directives import Asks, asks_of
-from scavenger.errors import ClusterError, ClusterUnavailable
+from scavenger.errors import ClusterError, ClusterUnavailable, Finding
 
 DEADLINE_S = 20.0
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """`problem`: cause and remedy by line, "" where all is well. `note`: what was seen, or why nothing was."""
-
-    what: str
-    problem: str = ""
-    note: str = ""
-    skipped: bool = False
 
 
 class _Refused(ClusterError):

@@ -55,7 +55,7 @@ class _Server(ThreadingTCPServer):
             return
         try:
             super().process_request(request, client_address)
-        except BaseException:  # no thread was to be had
+        except BaseException:  # no thread was to be had: its place is free again, whatever the reason
             self._free.release()
             raise
 

@@ -89,6 +89,17 @@ class Situation:
     reserved_after_s: float = 0.0
     limit: float = math.inf
 
+    @property
+    def begun(self) -> bool:
+        """Whether any sample is done: before that the trainer has nothing to do, and waking interrupts nothing."""
+        return self.ready_groups > 0 or any((self.group_tokens or {}).values())
+
+    def told(self) -> str:
+        """For a decision's reason."""
+        coming = sum(more for _, more in self.arrivals)
+        engines = f"{self.reserved.engines:g} reserved and {self.harvested.engines:g} harvested engines, {coming:g} more to come"
+        return f"{len(self.samples)} samples left, {engines}, {self.ready_groups} groups ready"
+
 
 class _Fleet:
     """Who generates at a time: reserved engines between two times, harvested ones as they come and are lost."""

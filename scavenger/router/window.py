@@ -53,7 +53,7 @@ def solve(situation: Situation) -> Plan:
         return _solve_asleep(model)
     window, best, now_s = _search(model)
     alike = ALIKE * best if best < NEVER else 0.0
-    told = _told(situation)
+    told = situation.told()
     if now_s <= best + alike and window <= AT_ONCE * best:
         return Plan(False, 0.0, now_s, now_s, f"training from now on ends the step in {now_s:.1f} s, no later window sooner ({told})")
     when = f"closing in {window:.1f} s" if window < model.end_s else f"generating to the end, {window:.1f} s,"
@@ -63,27 +63,16 @@ def solve(situation: Situation) -> Plan:
 
 def _solve_asleep(model: StepModel) -> Plan:
     stay = model.asleep_s()
-    told = _told(model.situation)
+    told = model.situation.told()
     if not model.situation.samples or not model.situation.reserved.engines:
         return Plan(False, NEVER, stay, stay, f"nothing is left for reserved engines to generate ({told})")
     window, best, _ = _search(model)
-    gain = REOPEN_GAIN if _begun(model.situation) else 0.0
+    gain = REOPEN_GAIN if model.situation.begun else 0.0
     if best < stay * (1 - gain):
         why = f"generating again for {window:.1f} s ends the step in {best:.1f} s, training on in {stay:.1f} s ({told})"
         return Plan(True, window if window < model.end_s else NEVER, best, stay, why, window)
     why = f"training on ends the step in {stay:.1f} s, generating again in {best:.1f} s at best: not {gain:.0%} less ({told})"
     return Plan(False, NEVER, stay, stay, why)
-
-
-def _begun(situation: Situation) -> bool:
-    """Whether any sample is done: before that the trainer has nothing to do, and waking interrupts nothing."""
-    return situation.ready_groups > 0 or any((situation.group_tokens or {}).values())
-
-
-def _told(situation: Situation) -> str:
-    coming = sum(more for _, more in situation.arrivals)
-    engines = f"{situation.reserved.engines:g} reserved and {situation.harvested.engines:g} harvested engines, {coming:g} more to come"
-    return f"{len(situation.samples)} samples left, {engines}, {situation.ready_groups} groups ready"
 
 
 def _search(model: StepModel) -> tuple[float, float, float]:

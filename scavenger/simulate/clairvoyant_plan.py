@@ -112,7 +112,7 @@ def plan(situation: Situation, near_s: float | None = None) -> Plan:
     now_s, least = search.at(0.0), search.at(best)
     window = search.latest(best)
     alike = ALIKE * least if least < NEVER else 0.0
-    told = _told(situation)
+    told = situation.told()
     if now_s <= least + alike and window <= AT_ONCE * least:
         return Plan(False, 0.0, now_s, f"training from now on ends the step in {now_s:.1f} s, no later window sooner ({told})")
     when = f"closing in {window:.1f} s" if window < search.model.end_s else f"generating to the end, {window:.1f} s,"
@@ -122,11 +122,11 @@ def plan(situation: Situation, near_s: float | None = None) -> Plan:
 
 def _asleep(search: _Search) -> Plan:
     situation = search.model.situation
-    stay, told = search.model.asleep_s(), _told(situation)
-    worth = stay * (1 - (REOPEN_GAIN if _begun(situation) else 0.0))
+    stay, told = search.model.asleep_s(), situation.told()
+    worth = stay * (1 - (REOPEN_GAIN if situation.begun else 0.0))
     if not situation.samples or not situation.reserved.engines:
         return Plan(False, NEVER, stay, f"nothing is left for reserved engines to generate ({told})")
-    if least_awake_s(search.model) >= worth:
+    if search.model.least_s(0.0) >= worth:
         return Plan(False, NEVER, stay, f"training on ends the step in {stay:.1f} s, and training alone takes as long ({told})")
     start = search.coarse()
     if search.at(start) >= worth * (1 + COARSE):
@@ -138,24 +138,6 @@ def _asleep(search: _Search) -> Plan:
         why = f"generating again for {window:.1f} s ends the step in {best:.1f} s, training on in {stay:.1f} s ({told})"
         return Plan(True, window if window < search.model.end_s else NEVER, best, why)
     return Plan(False, NEVER, stay, f"training on ends the step in {stay:.1f} s, generating again in {best:.1f} s at best ({told})")
-
-
-def least_awake_s(model: StepModel) -> float:
-    """What is left of the step if reserved engines generate at all: never less than to toggle back and train all that is not trained."""
-    situation = model.situation
-    tokens = situation.ready_tokens + len(situation.samples) / max(1, len(model.profile.spans)) * sum(t for _, t in model.profile.whole)
-    return situation.costs.sleep_s + situation.costs.train_s * tokens + situation.costs.finish_s
-
-
-def _begun(situation: Situation) -> bool:
-    """Whether any sample is done: before that the trainer has nothing to do, and waking interrupts nothing."""
-    return situation.ready_groups > 0 or any((situation.group_tokens or {}).values())
-
-
-def _told(situation: Situation) -> str:
-    coming = sum(more for _, more in situation.arrivals)
-    engines = f"{situation.reserved.engines:g} reserved and {situation.harvested.engines:g} harvested engines, {coming:g} more to come"
-    return f"{len(situation.samples)} samples left, {engines}, {situation.ready_groups} groups ready"
 
 
 def share_of(situation: Situation, usual: float) -> float:

@@ -110,7 +110,7 @@ class NodePace(Pace):
                 return True
             if time.monotonic() > deadline:
                 return False
-            time.sleep(0.001)
+            time.sleep(0.001)  # between two tries: a lock of a file wakes nobody who does not block for it
 
     def _read(self) -> float:
         assert self._file is not None

@@ -370,14 +370,19 @@ def test_an_id_that_was_given_out_again_is_not_our_job() -> None:
 # ---------------------------------------------------------------- health
 
 
-def test_jobs_that_die_at_once_back_off_and_then_their_node_is_quarantined() -> None:
-    w = Watch()
-    waits = []
+def fails_thrice(exit_code: int) -> tuple[Watch, list[float]]:
+    """Three jobs on one node that end so after a second, the last at 32; and the back-off after each."""
+    w, waits = Watch(), []
     for n, at in enumerate((0.0, 10.0, 30.0)):
         intent = f"scv-{n:016x}"
         w.submit(intent, n + 1, at)
-        w.see(at + 2, ours(intent, n + 1, JobState.FAILED, exit_code=1, nodes=("node2",), start_time=at + 1, end_time=at + 2))
+        w.see(at + 2, ours(intent, n + 1, JobState.FAILED, exit_code=exit_code, nodes=("node2",), start_time=at + 1, end_time=at + 2))
         waits.append(w.tracker.health.backoff()[0] - (at + 2))
+    return w, waits
+
+
+def test_jobs_that_die_at_once_back_off_and_then_their_node_is_quarantined() -> None:
+    w, waits = fails_thrice(1)
     assert waits == [5.0, 10.0, 20.0]
     [(name, reason)] = w.tracker.health.quarantined(32.0)
     assert name == "node2"
@@ -390,22 +395,14 @@ def test_jobs_that_die_at_once_back_off_and_then_their_node_is_quarantined() -> 
 
 
 def test_jobs_of_another_release_back_off_and_blame_no_node() -> None:
-    w = Watch()
-    for n, at in enumerate((0.0, 10.0, 30.0)):
-        intent = f"scv-{n:016x}"
-        w.submit(intent, n + 1, at)
-        w.see(at + 2, ours(intent, n + 1, JobState.FAILED, exit_code=78, nodes=("node2",), start_time=at + 1, end_time=at + 2))
-    assert w.tracker.health.backoff()[0] == 32.0 + 20.0
+    w, waits = fails_thrice(78)
+    assert waits[-1] == 20.0
     assert not w.tracker.health.quarantined(32.0)
 
 
 def test_a_node_where_engines_cannot_read_their_key_is_quarantined() -> None:
     """Its file system is not mounted: that is said before the daemon is asked anything, and is no refusal of the daemon's."""
-    w = Watch()
-    for n, at in enumerate((0.0, 10.0, 30.0)):
-        intent = f"scv-{n:016x}"
-        w.submit(intent, n + 1, at)
-        w.see(at + 2, ours(intent, n + 1, JobState.FAILED, exit_code=72, nodes=("node2",), start_time=at + 1, end_time=at + 2))
+    w, _ = fails_thrice(72)
     [(name, reason)] = w.tracker.health.quarantined(32.0)
     assert name == "node2"
     assert "exit code 72" in reason

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from scavenger import dry_check, resources
 from scavenger.cli import app
 from scavenger.config import DaemonConfig
-from scavenger.errors import LedgerError
+from scavenger.errors import Finding, LedgerError
 from scavenger.ledger import queries
 from scavenger.ledger import records as r
 from scavenger.ledger.reports import check, report
@@ -114,7 +114,7 @@ def test_a_reader_may_run_every_report(ledger: Site) -> None:
         assert report(ledger.url("scavenger_read"), name, "csv") == report(ledger.url(DAEMON), name, "csv"), name
 
 
-def asked(url: str, folder: Path) -> dry_check.Finding:
+def asked(url: str, folder: Path) -> Finding:
     """What `scavenger check-config` says of this ledger."""
     section = {"state_dir": str(folder), "ledger": url}
     (found,) = (f for f in dry_check.check(DaemonConfig.model_validate({"daemon": section})) if f.what == "ledger")
@@ -122,7 +122,7 @@ def asked(url: str, folder: Path) -> dry_check.Finding:
 
 
 def test_a_role_that_cannot_write_is_refused_before_a_daemon_starts_with_it(ledger: Site, tmp_path: Path) -> None:
-    assert asked(ledger.url(DAEMON), tmp_path) == dry_check.Finding("ledger", "")
+    assert asked(ledger.url(DAEMON), tmp_path) == Finding("ledger", "")
     for role in ("scavenger_read", "scavenger_contents"):
         problem = asked(ledger.url(role), tmp_path).problem
         assert f"the role {role} may not write rows of alembic_version (and of 19 more tables)" in problem

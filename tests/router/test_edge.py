@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -47,7 +47,7 @@ def publish(run: Run, version: int, step: int = 0) -> None:
     run._published[version] = body
 
 
-def eventually(condition, timeout_s: float = 60.0) -> None:  # type: ignore[no-untyped-def]
+def eventually(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "it never came true"

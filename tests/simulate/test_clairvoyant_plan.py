@@ -10,7 +10,7 @@ import pytest
 from scavenger.router.forecast_service import Outstanding
 from scavenger.router.forecast_speed import Curve
 from scavenger.router.forecast_step import NEVER, Costs, Pool, Situation, StepModel
-from scavenger.simulate.clairvoyant_plan import LATER, REOPEN_GAIN, SERVE_GAIN, SHARES, least_awake_s, limit_of, plan, share_of
+from scavenger.simulate.clairvoyant_plan import LATER, REOPEN_GAIN, SERVE_GAIN, SHARES, limit_of, plan, share_of
 
 CURVE = Curve(7e-3, 2e-5, 6e-8)
 
@@ -54,7 +54,7 @@ def test_who_sleeps_is_woken_where_that_pays_and_only_there(seed: int) -> None:
     else:
         assert best >= worth * 0.98
         assert found.step_s == stay
-    least = least_awake_s(model)
+    least = model.least_s(0.0)
     assert all(model.close_s(model.end_s * part) >= least * (1 - 1e-9) for part in (0.0, 0.1, 0.4, 0.8, 1.0))
 
 

@@ -16,10 +16,10 @@ import pytest
 from scavenger import keys
 from scavenger.cluster.sandbox import SlurmSandbox
 from scavenger.config import read_run
-from scavenger.errors import ConfigError
+from scavenger.errors import ConfigError, Finding
 from trainer.prepare import __main__ as program
 from trainer.prepare import check, memory, model, rows
-from trainer.prepare.check import Finding, Gpus
+from trainer.prepare.check import Gpus
 from trainer.prepare.memory import Job, Shape
 
 ROOT = Path(__file__).resolve().parents[2]

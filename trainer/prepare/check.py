@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from scavenger import config as configs
 from scavenger import keys
 from scavenger.config import RunConfig
-from scavenger.errors import ConfigError, ScavengerError
+from scavenger.errors import ConfigError, Finding, ScavengerError
 from trainer import embedded
 from trainer.data import Problem, Problems, open_tokenizer, stop_tokens
 from trainer.prepare import memory
@@ -32,16 +32,6 @@ from trainer.prepare.model import ModelFacts
 LEAST_SHARE = 0.5
 PROBES = 3
 DIRECTIVE = re.compile(r"^#SBATCH\s+--(nodes|ntasks|gpus-per-node)[= ](?:[A-Za-z][\w-]*:)?(\d+)|^# gpu-memory-gb=([\d.]+)", re.MULTILINE)
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One check's result. `problem`: cause and remedy, "" where all is well. `note`: what was seen."""
-
-    what: str
-    problem: str = ""
-    note: str = ""
-    skipped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
