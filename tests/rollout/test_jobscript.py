@@ -73,6 +73,27 @@ def test_a_job_that_waits_for_slurm_outlives_a_squeue_that_fails(tmp_path: Path)
     assert path.read_text().count("asked") == 4, "until Slurm took the job"
 
 
+@pytest.mark.parametrize("leave", ["requeue", "wait"])
+@pytest.mark.parametrize("when", ["srun", "squeue"])
+def test_a_job_that_the_scheduler_ends_itself_leaves_at_once(tmp_path: Path, leave: str, when: str) -> None:
+    """GraceTime 0: Slurm's signal reaches the script, and the squeue that it may be running, which dies of it."""
+    shell = 'kill -TERM "$(cat shell)"; kill -KILL $$'
+    bodies = {"srun": "exit 75", "squeue": "echo RUNNING", "scontrol": "exit 0", "sleep": "exit 0"}
+    bodies |= {"srun": 'kill -TERM "$(cat shell)"; exit 75'} if when == "srun" else {"squeue": shell}
+    for name, body in bodies.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\ncd {tmp_path}\necho {name}$1 >> called\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    text = f"echo $$ > {tmp_path}/shell\n" + script("slurm", leave=leave)
+    done = subprocess.run(["bash", "-c", text], env=environ, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 75
+    assert "ended by the scheduler" in done.stderr
+    called = (tmp_path / "called").read_text().split()
+    assert not [one for one in called if one.startswith("scontrol")]
+    assert sum(one.startswith("squeue") for one in called) == (0 if when == "srun" else 1)
+    assert not {"sleep1", "sleep10"} & set(called), "others wait"
+
+
 class Site:
     """A cluster to run the script on."""
 
