@@ -139,6 +139,7 @@ class Loaded(Event):
     pull_s: float
     load_s: float
     verify_s: float = 0.0
+    merged: bytes = b""  # digest of what was merged, where its trainer states one
 
 
 @dataclass(frozen=True, slots=True)

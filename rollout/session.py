@@ -151,6 +151,7 @@ class Session:
             slot=me.slot,
             leaving=self._leaving is not None,
             loaded_root=self.work.loaded_root,
+            loaded_merged=self.work.loaded_merged,
             ledger=self.work.ledger,
             cache_tokens=self.work.cache_tokens,
             best_batch=self.work.best_batch,

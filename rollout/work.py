@@ -41,7 +41,7 @@ class Work:
         self.hears = False
         self.closed = False
         self.flush_at: float | None = None
-        self.loaded_root = b""
+        self.loaded_root = self.loaded_merged = b""
         self._wanted: wire.UseWeights | None = None  # being pulled or loaded
         self._serving: dict[int, wire.Serving] = {}  # what is given out to other workers
         self._waiting: list[wire.Lease] = []  # assigned for the version that is being loaded
@@ -70,7 +70,8 @@ class Work:
             return []
         dropped = self.leases.all()
         actions = self._forget(dropped)
-        self._wanted, self._waiting, self.loaded_version, self.loaded_root = None, [], -1, b""
+        self._wanted, self._waiting, self.loaded_version = None, [], -1
+        self.loaded_root = self.loaded_merged = b""
         return [Note("ledger-restored", f"{len(dropped)} leases and the loaded weights are of its other history: dropped"), *actions]
 
     @property
@@ -251,13 +252,14 @@ class Work:
     def loaded(self, event: Loaded, now: float) -> list[Action]:
         if self._wanted is None or event.version != self._wanted.version:
             return [Note("superseded", f"version {event.version} was loaded after a newer one was wanted")]
-        self.loaded_version, self.loaded_root, self._wanted = event.version, event.root, None
+        self.loaded_version, self.loaded_root, self.loaded_merged, self._wanted = event.version, event.root, event.merged, None
         waiting, self._waiting = self._waiting, []
         actions = self._send(self._loaded_message(event.version, event.pull_s, event.load_s, event.verify_s))
         return actions + [a for lease in waiting for a in self._assigned(lease, now)]
 
     def _loaded_message(self, version: int, pull_s: float, load_s: float, verify_s: float = 0.0) -> wire.WeightsLoaded:
-        return wire.WeightsLoaded(version, self.loaded_root, pull_s, load_s, self.cache_tokens, self.best_batch, verify_s)
+        known = (self.cache_tokens, self.best_batch)
+        return wire.WeightsLoaded(version, self.loaded_root, pull_s, load_s, *known, verify_s, self.loaded_merged)
 
     def built(self, event: Built, _now: float) -> list[Action]:
         self.cache_tokens, self.best_batch = event.cache_tokens, event.best_batch

@@ -272,7 +272,7 @@ class Worker:
     async def _load(self, engine: Engine, pulled: _Pulled) -> None:
         began, version = self._clock(), pulled.weights.version
         try:
-            await engine.load(version, _views(pulled))
+            merged = await _put_in(engine, pulled)
         except EngineError as error:
             self._inbox.put_nowait(LoadFailed(version, told(error)))
             return
@@ -286,7 +286,20 @@ class Worker:
             load_s=round(load_s, 4),
             since_start_s=round(self._clock() - self._options.started_at, 3),
         )
-        self._inbox.put_nowait(Loaded(version, pulled.manifest.root, pulled.pull_s, load_s, pulled.verify_s))
+        self._inbox.put_nowait(Loaded(version, pulled.manifest.root, pulled.pull_s, load_s, pulled.verify_s, merged))
+
+
+async def _put_in(engine: Engine, pulled: _Pulled) -> bytes:
+    """Returns the digest of what sits in the engine where its trainer states one, which it is then. Raises `EngineError`."""
+    manifest = pulled.manifest
+    if not manifest.merged:
+        await engine.load(manifest.version, _views(pulled))
+        return b""
+    from rollout.engines import merging  # needs torch, which the engine has loaded by now
+
+    found = await engine.load(manifest.version, _views(pulled), summed=True)
+    merging.refuse_other(manifest, found)
+    return found
 
 
 def _views(pulled: _Pulled) -> list[Weight]:

@@ -192,8 +192,11 @@ def test_the_worker_knows_nothing_of_the_trainer() -> None:
 SHARED_WITH_ENGINES = {
     "trainer/adapters.py": "rollout.engines.lora",
     "trainer/local.py": "rollout.engines",
+    "trainer/merged.py": "rollout.engines.checksum",
     "trainer/model.py": "rollout.engines.norms",
     "trainer/prepare/engines.py": "rollout.engines",
+    "trainer/publish.py": "rollout.engines.checksum",
+    "trainer/ranks.py": "rollout.engines.checksum",
 }
 
 
@@ -207,7 +210,7 @@ def test_the_trainer_reaches_an_engine_only_in_its_single_process_debug_mode() -
     assert not offenders, told(offenders)
 
 
-@pytest.mark.parametrize("shared", ["rollout/engines/norms.py", "rollout/engines/lora.py"])
+@pytest.mark.parametrize("shared", ["rollout/engines/norms.py", "rollout/engines/lora.py", "rollout/engines/checksum.py"])
 def test_what_the_trainer_shares_with_engines_brings_nothing_else_of_ours(shared: str) -> None:
     assert set(reached_from(ROOT / shared)) == {ROOT / shared}
 

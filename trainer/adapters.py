@@ -20,10 +20,11 @@ from torch.distributed.tensor import DTensor
 
 from rollout.engines import lora
 from scavenger.config import LoraSection
-from scavenger.errors import ConfigError
+from scavenger.errors import ConfigError, WeightsError
 
 _ADAPTER = "default"
 _BASE = ".base_layer"
+_MERGED_VALUES = 1 << 22  # values merged at a time: bounds the float64 temporaries
 
 
 def inject(model: Any, settings: LoraSection) -> None:
@@ -110,6 +111,19 @@ def merged(model: Any, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
             down, up = (whole(parameters[f"{layer}.lora_{side}.{_ADAPTER}.weight"]) for side in "AB")
             value = lora.merged(value, down, up, layers[layer].scaling[_ADAPTER])
         yield name, value
+
+
+def merged_rows(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """This rank's rows of each weight that has an adapter, merged, some rows at a time. A collective: all ranks exhaust it."""
+    layers = {name: module for name, module in model.named_modules() if hasattr(module, "lora_A") and hasattr(module, "base_layer")}
+    for layer, module in layers.items():
+        down = whole(module.lora_A[_ADAPTER].weight)
+        base, up = own(module.base_layer.weight), own(module.lora_B[_ADAPTER].weight)
+        if len(base) != len(up):
+            raise WeightsError(f"a rank has {len(base)} rows of {layer}.weight, and {len(up)} of its adapter", "shard both alike")
+        together = max(1, _MERGED_VALUES // down.shape[1])
+        for rows, beside in zip(torch.split(base, together), torch.split(up, together), strict=True):
+            yield f"{layer}.weight", lora.merged(rows, down, beside, module.scaling[_ADAPTER])
 
 
 def stored_dtype(folder: Path) -> str:

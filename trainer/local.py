@@ -79,7 +79,8 @@ class LocalRun:
         if manifest.adapter is not None:
             assert self._source.base is not None
             views = merging.views(manifest, own, *self._source.base)
-        self._loop.run_until_complete(self._engine.load(manifest.version, views))
+        found = self._loop.run_until_complete(self._engine.load(manifest.version, views, summed=bool(manifest.merged)))
+        merging.refuse_other(manifest, found)
         self.next_version = manifest.version + 1
 
     def submit(self, step: int, version: int, groups: Sequence[wire.GroupSpec], purpose: str = "train") -> tuple[int, ...]:

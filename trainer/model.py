@@ -239,6 +239,11 @@ class Learner:
         """This rank's rows of each."""
         return (adapters.trained if self._lora.rank and not base else adapters.pristine)(self.model, names)
 
+    @torch.no_grad()
+    def merged_rows(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's rows of each weight that has an adapter, as engines are to merge them. A collective: all ranks exhaust it."""
+        yield from adapters.merged_rows(self.model)
+
     def trained(self) -> dict[str, torch.nn.Parameter]:
         return {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rollout.engines.checksum import Sum
 from scavenger import wire
 from scavenger.errors import WeightsError
 from scavenger.weights import manifest as manifests
@@ -27,6 +28,7 @@ from scavenger.weights.manifest import Adapter, Manifest
 from scavenger.weights.memory import Buffer, Pool
 from scavenger.weights.shards import Move, Plan
 from scavenger.weights.spool import Share, Spool
+from trainer.merged import MergedSums
 from trainer.model import Learner
 from trainer.pinned import Pins, cuda_pins
 
@@ -68,6 +70,7 @@ class Publisher:
     def __init__(self, source: Source, spool: Spool | None = None) -> None:
         self._source = source
         self._spool = spool
+        self._merged = MergedSums()
         self._pool = Pool(most=4)
         self._layout: Layout | None = None
         self._of_base = False  # what that layout is of
@@ -99,6 +102,10 @@ class Publisher:
             hashing.exchanged()
             return hashing.result()
 
+    def sums(self, learner: Learner, dtype: str) -> dict[str, Sum]:
+        """Checksums of this rank's rows of all weights with their adapters merged, rounded to `dtype`. A collective."""
+        return self._merged.of(learner, DTYPES[dtype])
+
     def _pin(self, buffer: Buffer, address: int, of: Layout, mesh: Any) -> None:
         rank = mesh.get_local_rank()
         own = [(span.start, span.stop) for span in shards.spans(of.table, mesh.size()) if span.rank == rank]
@@ -106,7 +113,7 @@ class Publisher:
         self._pins = self._pins or cuda_pins()
         self._pins.pin(buffer, address, [*own, *served])
 
-    def seal(self, version: int, hashes: Sequence[bytes], adapter: Adapter | None = None) -> Manifest:
+    def seal(self, version: int, hashes: Sequence[bytes], adapter: Adapter | None = None, merged: bytes = b"") -> Manifest:
         """The manifest of what all ranks made, in their order. Raises `WeightsError` where they do not fit together."""
         of = self._layout
         assert of is not None
@@ -118,7 +125,7 @@ class Publisher:
             for place, chunk in enumerate(mine):
                 found[chunk] = told[place * manifests.HASH_NBYTES : (place + 1) * manifests.HASH_NBYTES]
         owners = of.plan.shards if len(hashes) > 1 else ()
-        return manifests.seal(version, of.table, tuple(found), chunk_nbytes=of.chunk_nbytes, shards=owners, adapter=adapter)
+        return manifests.seal(version, of.table, tuple(found), chunk_nbytes=of.chunk_nbytes, shards=owners, adapter=adapter, merged=merged)
 
     # ---------------------------------------------------------------- given out
 

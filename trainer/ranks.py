@@ -12,12 +12,13 @@ from pathlib import Path
 
 import msgspec
 
+from rollout.engines.checksum import Sum
 from scavenger import wire
 from scavenger.errors import WeightsError
 from scavenger.weights import manifest as manifests
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.spool import SCHEME
-from trainer import checkpoint
+from trainer import checkpoint, merged
 from trainer.batching import Micro
 from trainer.comm import Comm
 from trainer.model import Learner, RowStats
@@ -46,6 +47,12 @@ class Share(msgspec.Struct, frozen=True, tag=True):
     base: bool = False
 
 
+class Merge(msgspec.Struct, frozen=True, tag=True):
+    """Sum up your rows of what engines are to make of base and adapters, rounded to `dtype`."""
+
+    dtype: str
+
+
 class Offer(msgspec.Struct, frozen=True, tag=True):
     """Serve your share of the version that the last `Share` made. `mark`: write it to the spool, under this name; "" = do not."""
 
@@ -66,11 +73,12 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-Command = Train | Proximal | Update | Share | Offer | Save | Load | Stop
+Command = Train | Proximal | Update | Share | Merge | Offer | Save | Load | Stop
 _encode = msgspec.msgpack.Encoder().encode
 _commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 _row_stats: msgspec.msgpack.Decoder[tuple[RowStats, ...]] = msgspec.msgpack.Decoder(tuple[RowStats, ...])
 _sources: msgspec.msgpack.Decoder[tuple[wire.WeightSource, ...]] = msgspec.msgpack.Decoder(tuple[wire.WeightSource, ...])
+_sums: msgspec.msgpack.Decoder[dict[str, tuple[int, int, bool]]] = msgspec.msgpack.Decoder(dict[str, tuple[int, int, bool]])
 _logprobs: msgspec.msgpack.Decoder[dict[int, bytes]] = msgspec.msgpack.Decoder(dict[int, bytes])
 
 
@@ -95,6 +103,8 @@ def execute(learner: Learner, saver: Saver, publisher: Publisher, command: Comma
             return _encode(learner.update(denominator, lr))
         case Share(dtype, base):
             return publisher.make(learner, dtype, base=base)
+        case Merge(dtype):
+            return _encode({name: (one.value, one.numel, one.finite) for name, one in publisher.sums(learner, dtype).items()})
         case Offer(manifest, mark):
             of, mesh = manifests.decode(manifest), learner.mesh
             return _encode(publisher.offer(of, mark, mesh.get_local_rank(), mesh.size()))
@@ -191,7 +201,9 @@ class Ranks:
             raise WeightsError(f"version {version} holds adapters, and their base was not published", "build the base first")
         own = str(self._learner.dtype).removeprefix("torch.")
         adapter = manifests.Adapter(self._base, self._learner.adapter_scale, dtype)
-        return self._publisher.seal(version, self._all([Share(own)] * self.size), adapter)
+        shares = [_sums.decode(frame) for frame in self._all([Merge(dtype)] * self.size)]
+        digest = merged.digest([{name: Sum(*one) for name, one in share.items()} for share in shares])
+        return self._publisher.seal(version, self._all([Share(own)] * self.size), adapter, digest)
 
     def offer(self, manifest: Manifest) -> tuple[wire.WeightSource, ...]:
         """Every rank serves its share of the version that was just built, beside all that follows. Returns who has what, a disk last."""

@@ -114,8 +114,11 @@ class Engine(Protocol):
 
     def info(self) -> EngineInfo: ...
 
-    async def load(self, version: int, tensors: Iterable[Weight]) -> None:
+    async def load(self, version: int, tensors: Iterable[Weight], *, summed: bool = False) -> bytes:
         """Replace the weights by verified ones; drops every KV cache entry. Requests in flight are aborted first.
+
+        Returns, where `summed` asks for it, the digest (`checksum.digest`) of what sits in the engine then, by the names and in the types
+        in which it was given; else nothing.
 
         Raises `EngineError` when names, shapes or dtypes do not fit; the engine then holds no usable weights.
         """

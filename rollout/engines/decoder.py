@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from rollout.engines.base import Delta, Request, Weight
+from rollout.engines.checksum import Sum, checksum
 from rollout.engines.norms import wide_norms
 from rollout.engines.published import STORED, parse_config
 from rollout.engines.sampling import Draws, draw
@@ -24,6 +25,7 @@ from scavenger.errors import EngineError
 from scavenger.wire import EngineSpec
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+BAD_MEMORY = "the version is loaded again; where it fails on one node alone, suspect its memory"
 MAX_PREFILL_TOKENS = 8192  # padded tokens of one prefill pass: bounds its memory and how long it delays running requests
 
 
@@ -86,9 +88,14 @@ class Decoder:
         return int(self._model.get_output_embeddings().weight.shape[0])
 
     @torch.inference_mode()
-    def load(self, tensors: Iterable[Weight]) -> None:
-        """Replace every weight; raises `EngineError` when names, shapes or dtypes do not fit, and holds none then."""
+    def load(self, tensors: Iterable[Weight], *, summed: bool = False) -> dict[str, Sum]:
+        """Replace every weight; raises `EngineError` when names, shapes or dtypes do not fit, and holds none then.
+
+        `summed`: returns the checksum of each as it was given, once the model was read back and holds just that; else nothing.
+        """
         self.loaded = False
+        given: dict[str, Sum] = {}
+        due: dict[str, Sum] = {}  # of the model's own tensors
         self.clear()
         state: dict[str, Tensor] = self._model.state_dict()
         aliases: dict[int, list[str]] = defaultdict(list)
@@ -105,10 +112,16 @@ class Decoder:
                 raise EngineError(f"weight {view.name!r} is tied to another one and differs from it", "publish it once")
             target.copy_(source)
             seen.add(target.data_ptr())
+            if summed:
+                given[view.name] = checksum(source)
+                due[view.name] = given[view.name] if source.dtype == target.dtype else checksum(source.to(target.dtype))
         missing = sorted(names[0] for pointer, names in aliases.items() if pointer not in seen)
         if missing:
             raise EngineError(f"{len(missing)} weights are missing, the first is {missing[0]!r}", "publish all weights")
+        if wrong := sorted(name for name, value in due.items() if not checksum(state[name]).agrees(value)):
+            raise EngineError(f"{len(wrong)} weights do not sit in the engine as they were given, the first is {wrong[0]!r}", BAD_MEMORY)
         self.loaded = True
+        return given
 
     def clear(self) -> None:
         """Forget all requests and cache entries; gives the cache's memory back."""

@@ -1,20 +1,21 @@
 """A version that holds low-rank adapters, put together with its base as an engine reads it.
 
-Owns the check that adapters and base belong together, and when each weight is made; `lora` has the arithmetic. Knows no engine, no peft and
-no network. The base is never written: each version is made from the pristine one, so that nothing accumulates.
+Owns the check that adapters and base belong together, when each weight is made, and whether it is what the trainer made of the same; `lora`
+has the arithmetic, `checksum` the sums. Knows no engine, no peft and no network. The base is never written: each version is made from the
+pristine one, so that nothing accumulates.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rollout.engines import lora
+from rollout.engines import checksum, lora
 from rollout.engines.base import Weight
 from rollout.engines.published import STORED
 from scavenger.errors import EngineError
@@ -76,6 +77,21 @@ def views(manifest: Manifest, adapters: Sequence[TensorView], base: Manifest, bl
     if given:
         raise EngineError(f"{len(given)} adapters belong to no weight of the base, the first is {min(given)!r}", _REMEDY)
     return found
+
+
+def digest(weights: Iterable[Weight], names: Mapping[str, str]) -> bytes:
+    """Of weights that sit in no engine yet, each made for it once more. `names`: under which they count."""
+    return checksum.digest({names[weight.name]: checksum.checksum(tensor(weight)) for weight in weights})
+
+
+def refuse_other(manifest: Manifest, found: bytes) -> None:
+    """Raises `EngineError` where an engine holds (`found`, its digest) other weights than its trainer says that it merged."""
+    if manifest.merged and found != manifest.merged:
+        theirs, ours = manifest.merged.hex()[:16], found.hex()[:16]
+        raise EngineError(
+            f"version {manifest.version} was merged here to other weights ({ours}) than by its trainer ({theirs})",
+            "run engines and trainer of one release; where it happens on one node alone, suspect its memory",
+        )
 
 
 def _one(weight: TensorView, given: dict[str, TensorView], scale: float, dtype: str) -> Weight:

@@ -61,6 +61,12 @@ def layout(config: Any) -> Layout:
     return Layout({name: tuple(p.shape) for name, p in named.items()}, (first, *map(tuple, groups.values())))
 
 
+def names(of: Layout, views: Sequence[Weight]) -> dict[str, str]:
+    """By the name that engines are given: the one under which a tied weight was published, of all others their own."""
+    own = {view.name for view in views}
+    return {tied[0]: next((name for name in tied if name in own), tied[0]) for tied in of.tied}
+
+
 def checked(of: Layout, views: Sequence[Weight]) -> list[Weight]:
     """The views under the names that engines are given, tied ones once. Raises `EngineError` unless they are the model's, all of them."""
     by_name = {view.name: view for view in views}

@@ -26,6 +26,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
+from rollout.engines import checksum
 from rollout.engines.base import Delta, EngineInfo, Host, Request, Weight, refuse_impossible
 from rollout.engines.decoder import Decoder
 from scavenger.errors import EngineError, told
@@ -74,11 +75,12 @@ class ReferenceEngine:
         cache = spec.max_batch * spec.context_length  # a slot for each
         return EngineInfo(NAME, spec.max_batch, spec.context_length, self._decoder.vocab_size, cache_tokens=cache)
 
-    async def load(self, version: int, tensors: Iterable[Weight]) -> None:
+    async def load(self, version: int, tensors: Iterable[Weight], *, summed: bool = False) -> bytes:
         self._forget_all()
         self._usable = False
-        await self._compute(self._decoder.load, tensors)
+        sums = await self._compute(self._decoder.load, tensors, summed=summed)
         self._usable = True
+        return checksum.digest(sums) if summed else b""
 
     async def add(self, request: Request) -> None:
         if not self._usable or self._asleep:

@@ -104,9 +104,9 @@ class Stopping:
             self._matchers.pop(handle, None)
         await self._engine.abort(gone)
 
-    async def load(self, version: int, tensors: Iterable[Weight]) -> None:
+    async def load(self, version: int, tensors: Iterable[Weight], *, summed: bool = False) -> bytes:
         self._matchers.clear()
-        await self._engine.load(version, tensors)
+        return await self._engine.load(version, tensors, summed=summed)
 
     async def sleep(self) -> None:
         self._matchers.clear()

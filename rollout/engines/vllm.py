@@ -15,7 +15,7 @@ import math
 import os
 import shutil
 import signal
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from typing import Any
 import structlog
 import torch
 
-from rollout.engines import checksum, published, vllm_setup
+from rollout.engines import checksum, merging, published, vllm_setup
 from rollout.engines.base import Delta, EngineInfo, Host, Request, Weight, refuse_impossible
 from rollout.engines.checksum import Sum
 from rollout.engines.memory_file import MemoryFile
@@ -101,7 +101,7 @@ class VllmEngine:
         self._wipes = 0
         self._usable = False
         self._asleep = False
-        self._pending: tuple[int, list[Weight]] | None = None  # arrived while asleep
+        self._pending: tuple[int, list[Weight], dict[str, str], bytes] | None = None  # arrived while asleep
 
     async def prepare(self) -> None:
         """Watch the core, and put our hooks into it."""
@@ -120,26 +120,31 @@ class VllmEngine:
 
     # ------------------------------------------------------------ weights
 
-    async def load(self, version: int, tensors: Iterable[Weight]) -> None:
+    async def load(self, version: int, tensors: Iterable[Weight], *, summed: bool = False) -> bytes:
         await self._end_streams()
         self._usable, self._pending = False, None
-        views = published.checked(self._layout, list(tensors))
-        if self._asleep:
-            self._pending = (version, views)  # the GPU is the trainer's: they are put in place by `wake`
+        own = list(tensors)
+        views = published.checked(self._layout, own)
+        names = published.names(self._layout, own)
+        if self._asleep:  # the GPU is the trainer's: they are put in place by `wake`, which finds the same there or fails
+            found = await self._in_thread(merging.digest, views, names) if summed else b""
+            self._pending = (version, views, names, found)
         else:
             async with self._weights_lock:
-                await self._place(version, views)
+                found = await self._place(version, views, names)
                 await self._go_on()
         self._usable = True
+        return found if summed else b""
 
-    async def _place(self, version: int, views: Sequence[Weight]) -> None:
-        """Pause, replace, verify. What is cached is of the old weights: nothing may run before `_go_on`."""
+    async def _place(self, version: int, views: Sequence[Weight], names: Mapping[str, str]) -> bytes:
+        """Pause, replace, verify. What is cached is of the old weights: nothing may run before `_go_on`. Returns the digest of the new."""
         llm = self._llm
         await self._call(llm.pause_generation(mode="abort"))
         with await self._in_thread(MemoryFile, views) as memory:
             answers = await self._call(llm.collective_rpc("scavenger_load", CALL_S, (memory.path, memory.table)))
         self._verify(version, answers)
         self._version = version
+        return checksum.digest({names[name]: value for name, value in _sums(answers[0][3]).items()})
 
     async def _go_on(self) -> None:
         """With an empty, clean cache."""
@@ -161,7 +166,7 @@ class VllmEngine:
         """Raises `EngineError` unless every parameter, as it is read by the forward pass, holds what was published for it."""
         given, packed = _sums(answers[0][0]), answers[0][2]
         tied = {name: names[0] for names in self._layout.tied for name in names}
-        wrong = checksum.faults(given, [_sums(held) for _, held, _ in answers], packed, tied, self._kv_heads)
+        wrong = checksum.faults(given, [_sums(held) for _, held, _, _ in answers], packed, tied, self._kv_heads)
         if wrong:
             raise EngineError(f"version {version} does not sit in the engine as published: {wrong[0]} ({len(wrong)} in all)")
         whole = checksum.total(given.values())
@@ -249,7 +254,9 @@ class VllmEngine:
         else:
             # First the weights alone: the cache's memory is not needed while they are replaced.
             await self._call(self._llm.wake_up(["weights"]))
-            await self._place(*pending)
+            version, views, names, due = pending
+            if await self._place(version, views, names) != due and due:
+                raise EngineError(f"version {version} was merged once more, and came out otherwise", "suspect the node's memory")
             await self._call(self._llm.wake_up(["kv_cache"]))
         await self._go_on()  # what the trainer left in that memory is in the cache's now
         self._asleep = False

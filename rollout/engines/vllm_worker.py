@@ -72,15 +72,17 @@ class Extension:
     model_runner: Any
     execute_model: Callable[..., Any]
 
-    def scavenger_load(self, path: str, table: Sequence[Row]) -> tuple[Sums, Sums, dict[str, list[str]]]:
+    def scavenger_load(self, path: str, table: Sequence[Row]) -> tuple[Sums, Sums, dict[str, list[str]], Sums]:
         """Replace all weights in place by those of a memory file, tensor by tensor: at most one layer lies twice on the device.
 
-        Returns the checksums of what was published, of what this rank holds now, and which modules are fused of which.
+        Returns the checksums of what was published, in the engine's types, of what this rank holds now, which modules are fused of which,
+        and the checksums of what was published as it was.
         """
         model: nn.Module = self.model_runner.get_model()
         packed = {name: list(parts) for name, parts in getattr(model, "packed_modules_mapping", {}).items()}
         dtypes = _dtypes(model, [row[0] for row in table], packed)
         published: Sums = {}
+        given: Sums = {}
         with open(path, "rb") as file:
             # A private mapping is writable, which torch wants of a buffer; nobody writes.
             memory = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
@@ -88,13 +90,15 @@ class Extension:
         def tensors() -> Iterator[tuple[str, Tensor]]:
             for name, dtype, shape, offset, nbytes in table:
                 flat = torch.frombuffer(memory, dtype=STORED[dtype], count=nbytes // STORED[dtype].itemsize, offset=offset)
-                tensor = flat.reshape(list(shape)).to(self.model_runner.device, dtypes[name])
-                published[name] = _told(checksum(tensor))
+                whole = flat.reshape(list(shape)).to(self.model_runner.device)
+                tensor = whole.to(dtypes[name])
+                given[name] = _told(checksum(whole))
+                published[name] = given[name] if tensor.dtype == whole.dtype else _told(checksum(tensor))
                 yield name, tensor
 
         self.model_runner.reload_weights(weights_iterator=tensors())
         _repack_embeddings(model)
-        return published, held(model), packed
+        return published, held(model), packed, given
 
     def scavenger_wipe(self) -> None:
         """Zero the cache. Entries beyond a sample's end are masked, and a masked NaN still poisons attention (0 * NaN)."""

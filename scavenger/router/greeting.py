@@ -97,12 +97,8 @@ def advanced(core: Core, run: Run) -> None:
 
 
 def _proved_version(run: Run, hello: WorkerHello) -> int:
-    """The version that the worker has loaded, if its root hash says that it is the ledger's; else -1: it is asked to load.
-
-    After an older ledger was restored, one number may name two sets of weights (I8).
-    """
-    known = run.versions.get(hello.loaded_version)
-    return hello.loaded_version if known is not None and known.root == hello.loaded_root else -1
+    """The version that the worker has loaded, if its hashes say that it is the ledger's; else -1: it is asked to load."""
+    return -1 if run.proved(hello.loaded_version, hello.loaded_root, hello.loaded_merged) else hello.loaded_version
 
 
 def _siblings(run: Run, identity: Identity) -> list[Worker]:

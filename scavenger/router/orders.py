@@ -52,9 +52,8 @@ def reconcile(core: Core, worker: Worker, beat: Heartbeat) -> None:
 
 
 def loaded(core: Core, worker: Worker, message: WeightsLoaded, version: int) -> None:
-    known = worker.run.versions.get(version)
-    if known is None or known.root != message.root:
-        core.peer_event(worker, "weights_refused", f"worker {worker.id}", f"loaded version {version} under another root hash")
+    if refusal := worker.run.proved(version, message.root, message.merged):
+        core.peer_event(worker, "weights_refused", f"worker {worker.id}", refusal, version=version, node=worker.node)
         drain(core, worker, "it holds weights that nobody published")
         return
     worker.run.directory.settled(worker.id)

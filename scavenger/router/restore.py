@@ -148,7 +148,8 @@ def _restore_run(core: Core, state: rec.RunState) -> Run:
     run.attempt, run.resume_step, run.last_step = state.attempt, state.resume_step, state.last_step
     run.trainer_seen, run.ended = core.now, state.ended
     for v in state.versions:
-        run.versions[v.version] = Version(v.version, v.step, v.root, v.manifest, base=manifests.base_of(v.manifest))
+        base, merged = manifests.base_of(v.manifest), manifests.merged_of(v.manifest)
+        run.versions[v.version] = Version(v.version, v.step, v.root, v.manifest, base=base, merged=merged)
     run.next_version = max(run.versions, default=0) + 1
     return run
 

@@ -239,9 +239,10 @@ def _publish(core: Core, run: Run, body: PublishVersion) -> ReplyBody:
     if len(body.manifest) > MAX_MANIFEST_BYTES or len(body.sources) > MAX_SOURCES:
         why = f"a manifest of {len(body.manifest):,} bytes and {len(body.sources)} sources, over {MAX_MANIFEST_BYTES:,} and {MAX_SOURCES}"
         return Denied("invalid", why, "use fewer and larger tensors, or fewer sources: every engine is sent them")
-    known, base = run.versions.get(body.version), manifests.base_of(body.manifest)
+    known, base, merged = run.versions.get(body.version), manifests.base_of(body.manifest), manifests.merged_of(body.manifest)
     if known is not None and known.root == body.root:
-        known.sources, known.manifest, known.base = body.sources, body.manifest, base  # the manifest of an old version was let go
+        known.sources, known.manifest = body.sources, body.manifest  # that of an old version was let go
+        known.base, known.merged = base, merged
         return Ok()
     if body.version < run.next_version:
         return Denied("invalid", f"version {body.version} was used before", f"the next one is {run.next_version}")
@@ -250,7 +251,7 @@ def _publish(core: Core, run: Run, body: PublishVersion) -> ReplyBody:
         return Denied("invalid", why, "publish the base first; adapters of another base do not fit this run")
     if (refusal := _fault_of_charging(core, run)) is not None:
         return refusal
-    run.versions[body.version] = Version(body.version, body.step, body.root, body.manifest, body.sources, base)
+    run.versions[body.version] = Version(body.version, body.step, body.root, body.manifest, body.sources, base, merged)
     run.next_version = body.version + 1
     core.record(
         rec.VersionPublished(run.id, body.version, body.step, run.attempt, body.root, body.manifest, body.nbytes, core.now)

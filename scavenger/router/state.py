@@ -176,6 +176,7 @@ class Version:
     manifest: bytes
     sources: tuple[WeightSource, ...] = ()  # none: published before the daemon restarted, not announced again yet
     base: bytes = b""  # root of the version that its adapters are merged with; empty: it holds weights
+    merged: bytes = b""  # digest of what its trainer makes of both; empty: it states none, and nothing is compared
 
 
 @dataclass(slots=True)
@@ -233,6 +234,22 @@ class Run:
     rebalanced_at: float = 0.0
     told: Told = field(default_factory=Told)  # of its policy's decisions, to the ledger
     trained: Trained | None = None  # what its trainer last said of the step under way
+
+    def proved(self, version: int, root: bytes, merged: bytes) -> str:
+        """Why an engine that says so of itself does not hold this version as it was published; empty where it does (I8).
+
+        After an older ledger was restored, one number may name two sets of weights.
+        """
+        known = self.versions.get(version)
+        if known is None or known.root != root:
+            return f"loaded version {version} under another root hash"
+        if known.merged and known.merged != merged:
+            holds = merged.hex()[:16] or "says nothing of its sum"
+            return (
+                f"merged the adapters of version {version} to other weights ({holds}) than its trainer ({known.merged.hex()[:16]}): "
+                "run engines and trainer of one release; where it happens on one node alone, suspect its memory"
+            )
+        return ""
 
     def held(self, version: int) -> bool:
         """Whether anybody can give out this version's bytes: its trainer, a disk or an engine."""

@@ -25,6 +25,7 @@ LARGE_CHUNK_NBYTES = 4 << 20  # of a blob above LARGE_BLOB_NBYTES: a manifest's 
 LARGE_BLOB_NBYTES = 8 << 30
 HASH_NBYTES = 16  # xxh3-128
 ROOT_NBYTES = 32  # blake3
+DIGEST_NBYTES = 32
 MAX_CHUNK_NBYTES = 64 << 20  # a receiver holds a few chunks beside the blob
 ITEMSIZE = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "int8": 1, "uint8": 1}
 
@@ -84,6 +85,7 @@ class Manifest(msgspec.Struct, frozen=True):
     root: bytes
     shards: tuple[Shard, ...] = ()  # none: one owner of everything
     adapter: Adapter | None = None  # none: these are weights as they are
+    merged: bytes = b""  # what the trainer makes of adapters and base, as a digest over checksums of its tensors; none: it states nothing
 
     def chunk_range(self, index: int) -> tuple[int, int]:
         """Byte range [start, stop) of a chunk in the blob."""
@@ -132,11 +134,12 @@ def seal(
     chunk_nbytes: int,
     shards: tuple[Shard, ...] = (),
     adapter: Adapter | None = None,
+    merged: bytes = b"",
 ) -> Manifest:
     """The manifest of a blob that was laid out by `layout` and whose chunks have these hashes."""
     total = table[-1].offset + table[-1].nbytes if table else 0
     root = _root(table, total, chunk_nbytes, hashes, adapter)
-    return Manifest(version, parents, table, total, chunk_nbytes, hashes, root, shards, adapter)
+    return Manifest(version, parents, table, total, chunk_nbytes, hashes, root, shards, adapter, merged)
 
 
 def build(
@@ -189,6 +192,8 @@ def decode(data: bytes, expected_root: bytes | None = None, *, any_chunk: bool =
         raise WeightsError("the manifest's tensors and chunks do not add up to its total")
     _check_shards(manifest)
     of = manifest.adapter
+    if len(manifest.merged) not in (0, DIGEST_NBYTES) or (manifest.merged and of is None):
+        raise WeightsError(f"the manifest of version {manifest.version} states what was merged by no digest, or without adapters")
     if of is not None and not (len(of.base) == ROOT_NBYTES and math.isfinite(of.scale) and of.dtype in ITEMSIZE):
         raise WeightsError(f"the manifest of version {manifest.version} names no base, scale or dtype that adapters can have")
     root = _root(manifest.tensors, manifest.total_nbytes, manifest.chunk_nbytes, manifest.chunk_hashes, of)
@@ -200,6 +205,17 @@ def decode(data: bytes, expected_root: bytes | None = None, *, any_chunk: bool =
 class _Named(msgspec.Struct):
     root: bytes = b""
     adapter: Adapter | None = None
+    merged: bytes = b""
+
+
+_NOTHING = _Named()
+
+
+def _read(data: bytes) -> _Named:
+    try:
+        return msgspec.msgpack.decode(data, type=_Named)
+    except msgspec.MsgspecError:
+        return _NOTHING
 
 
 def named(data: bytes) -> tuple[bytes, bytes]:
@@ -207,15 +223,17 @@ def named(data: bytes) -> tuple[bytes, bytes]:
 
     For who passes manifests on without using them: nothing is checked, which receivers do.
     """
-    try:
-        found = msgspec.msgpack.decode(data, type=_Named)
-    except msgspec.MsgspecError:
-        return b"", b""
+    found = _read(data)
     return found.root, found.adapter.base if found.adapter is not None else b""
 
 
 def base_of(data: bytes) -> bytes:
     return named(data)[1]
+
+
+def merged_of(data: bytes) -> bytes:
+    """What an encoded manifest's publisher makes of its adapters and their base; b"" where it states nothing. As unchecked as `named`."""
+    return _read(data).merged
 
 
 def _check_shards(manifest: Manifest) -> None:

@@ -38,6 +38,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 MAX_WORDS = 4096
 Words = Annotated[str, msgspec.Meta(max_length=MAX_WORDS)]
+Digest = Annotated[bytes, msgspec.Meta(max_length=64)]
 #: Bounds keep NaN out too: no comparison with it is true.
 Rate = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scavenger.wire.common import Count, EngineSpec, HelloAgain, Message, Part, Rate, Rejected, Sampling, WeightSource, Words
+from scavenger.wire.common import Count, Digest, EngineSpec, HelloAgain, Message, Part, Rate, Rejected, Sampling, WeightSource, Words
 
 # ---------------------------------------------------------------- parts
 
@@ -86,6 +86,7 @@ class WorkerHello(Message, frozen=True):
     ledger: str = ""  # `Welcome.ledger` of the daemon that granted `held`; "" = none did, or protocol 1
     cache_tokens: Count = 0  # as in `WeightsLoaded`, once the engine is built
     best_batch: Count = 0
+    loaded_merged: Digest = b""  # as in `WeightsLoaded`, of `loaded_version`
 
 
 class Chunks(Message, frozen=True):
@@ -115,6 +116,7 @@ class WeightsLoaded(Message, frozen=True):
     `verify_s`: seconds of threads, within `pull_s`, that went into checking hashes.
     `cache_tokens`: tokens of all samples together that its KV cache holds; `best_batch`: samples beyond which it measured no more tokens a
     second. 0 = it does not know.
+    `merged`: of a version whose manifest states what its adapters make of their base, the digest of what sits in this engine.
     """
 
     version: int
@@ -124,6 +126,7 @@ class WeightsLoaded(Message, frozen=True):
     cache_tokens: Count = 0
     best_batch: Count = 0
     verify_s: Rate = 0.0
+    merged: Digest = b""
 
 
 class WeightsFailed(Message, frozen=True):

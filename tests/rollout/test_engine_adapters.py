@@ -18,7 +18,7 @@ models = pytest.importorskip("tests.rollout.models")
 kinds = pytest.importorskip("tests.rollout.kinds")
 adapters = pytest.importorskip("trainer.adapters")
 from rollout.engines import merging  # noqa: E402  needs torch
-from rollout.engines.checksum import checksum  # noqa: E402
+from rollout.engines.checksum import checksum, digest  # noqa: E402
 from tests.rollout.test_engine_contract import GREEDY, finish, request  # noqa: E402
 
 Kind = kinds.Kind
@@ -43,6 +43,9 @@ class Trained:
     def merged_by_trainer(self) -> list[Weight]:
         return [*manifests.views(*_version(3, dict(adapters.merged(self.model, adapters.shapes(self.model)))))]
 
+    def digest(self) -> bytes:
+        return digest({name: checksum(value) for name, value in adapters.merged(self.model, adapters.shapes(self.model))})
+
     def merged_by_engine(self, base: Manifest | None = None) -> list[Weight]:
         adapter = manifests.Adapter(self.base.root, LORA.alpha / LORA.rank, "float32")
         own = _version(2, dict(adapters.trained(self.model, adapters.trained_shapes(self.model))), adapter)
@@ -63,9 +66,10 @@ def watch(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     if hasattr(inner, "_decoder"):
         load = inner._decoder.load
 
-        def loads(tensors: Any) -> None:
-            load(tensors)
+        def loads(tensors: Any, **how: Any) -> Any:
+            sums = load(tensors, **how)
             seen.append({name: checksum(value) for name, value in inner._decoder._model.named_parameters()})
+            return sums
 
         monkeypatch.setattr(inner._decoder, "load", loads)
         return seen
@@ -87,15 +91,17 @@ def test_merged_by_the_engine_is_merged_by_the_trainer_and_nothing_adds_up(kind:
     async def main() -> None:
         engine: Engine = await kind.start(kind.spec())
         seen = watch(engine, monkeypatch)
-        answers = []
+        answers, digests = [], []
         for seed, views in ((1, trained.merged_by_trainer), (2, trained.merged_by_engine), (1, trained.merged_by_engine)):
             trained.step(seed)
-            await engine.load(2, views())
+            digests.append(await engine.load(2, views(), summed=True))
+            assert digests[-1] == trained.digest(), "of what the trainer makes of the same"
             answers.append(await finish(engine, *(request(i, GREEDY) for i in range(4))))
         assert seen[0] == seen[2], "the same weights, bit for bit, whatever was loaded between"
         assert answers[0] == answers[2]
+        assert len(set(digests)) == 2
         assert sum(seen[0][name] != seen[1][name] for name in seen[0]) >= 8, "of two layers each"
-        await engine.load(2, kind.views)
+        assert await engine.load(2, kind.views) == b"", "nobody asked"
         assert seen[3] != seen[0], "adapters change something"
         with pytest.raises(EngineError, match="is of base"):
             trained.merged_by_engine(_version(1, {"w": torch.zeros(2)})[0])

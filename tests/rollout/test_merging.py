@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
-from scavenger.errors import EngineError
+from scavenger.errors import EngineError, WeightsError
 from scavenger.weights import manifest as manifests
 from scavenger.weights.manifest import Manifest
 
 torch = pytest.importorskip("torch", reason="the engines need the [trainer] extra")
 merging = pytest.importorskip("rollout.engines.merging")
 lora = pytest.importorskip("rollout.engines.lora")
+checksum = pytest.importorskip("rollout.engines.checksum")
 
 Made = tuple[Manifest, memoryview]
 
@@ -83,6 +85,61 @@ def test_the_number_of_threads_and_a_slice_of_rows_change_no_bit() -> None:
         torch.set_num_threads(threads)
     for first in range(0, 257, 5):
         assert torch.equal(lora.merged(weight[first : first + 5], down, up[first : first + 5], 0.5), whole[first : first + 5])
+
+
+@pytest.mark.parametrize(("dtype", "rank", "size"), [("float32", 16, 1.0), ("float32", 129, 1e-20), ("float64", 16, 1e-3)])
+def test_the_order_in_which_a_machine_sums_changes_no_bit(dtype: str, rank: int, size: float) -> None:
+    """Where plain float64 does change: its sums, and one weight in some 2^29 of what is rounded to float32."""
+    kind = getattr(torch, dtype)
+    weight, down, up = (drawn(*shape, seed=seed).to(kind) for seed, shape in enumerate(((64, 96), (rank, 96), (64, rank))))
+    up *= size * torch.logspace(-6, 6, 64, dtype=kind)[:, None]  # rows of very different sizes
+    plain = up.double() @ down.double()
+    whole, seen = lora.merged(weight, down, up, 0.5), 0
+    zeros = torch.zeros_like(weight)
+    bare = lora.merged(zeros, down, up, 0.5)
+    for seed in range(5):
+        order = torch.randperm(rank, generator=torch.Generator().manual_seed(seed))
+        seen += int((plain != up[:, order].double() @ down[order].double()).sum())
+        assert torch.equal(lora.merged(weight, down[order], up[:, order], 0.5), whole)
+        assert torch.equal(lora.merged(zeros, down[order], up[:, order], 0.5), bare)
+    assert seen > 1000, "the plain sum shows every order"
+    scale = up.double().abs() @ down.double().abs()
+    assert float(((bare.double() - 0.5 * plain) / scale).abs().max()) < (1e-7 if dtype == "float32" else 1e-15)
+
+
+def test_what_is_no_number_stays_none() -> None:
+    weight, down, up = drawn(4, 6, seed=1), drawn(2, 6, seed=2), drawn(4, 2, seed=3)
+    up[0, 0], up[1, 0], up[2] = float("nan"), float("inf"), 0.0
+    found = lora.merged(weight, down, up, 1.0)
+    assert torch.isfinite(found).all(1).tolist() == [False, False, True, True]
+    assert torch.equal(found[2], weight[2])
+
+
+def test_the_trainer_s_digest_is_compared_and_one_wrong_bit_is_told_with_both() -> None:
+    under = base()
+    of = adapters(under)
+    views = merging.views(of[0], manifests.views(*of), *under)
+    right = merging.digest(views, {view.name: view.name for view in views})
+    stated = msgspec.structs.replace(of[0], merged=right)
+    assert manifests.decode(manifests.encode(stated)) == stated
+    assert manifests.merged_of(manifests.encode(stated)) == right
+    merging.refuse_other(stated, right)
+    merging.refuse_other(of[0], b"")  # of a trainer that states nothing
+    whole = {view.name: merging.tensor(view).clone() for view in views}
+    whole["a.q.weight"].view(torch.int32)[3, 4] ^= 1
+    wrong = checksum.digest({name: checksum.checksum(value) for name, value in whole.items()})
+    for found in (wrong, b""):
+        said = rf"other weights \({found.hex()[:16]}\) than by its trainer \({right.hex()[:16]}\)"
+        with pytest.raises(EngineError, match=said) as caught:
+            merging.refuse_other(stated, found)
+        assert "release" in caught.value.remedy
+
+
+@pytest.mark.parametrize("change", [{"merged": b"x"}, {"merged": bytes(32), "adapter": None}])
+def test_a_manifest_that_states_no_possible_digest_is_refused(change: dict[str, Any]) -> None:
+    made = msgspec.structs.replace(adapters(base())[0] if "adapter" not in change else base()[0], **change)
+    with pytest.raises(WeightsError, match="states what was merged"):
+        manifests.decode(manifests.encode(made))
 
 
 def test_adapters_of_another_base_are_refused_with_both_hashes() -> None:

@@ -59,9 +59,15 @@ class Scripted:
     def info(self) -> EngineInfo:
         return EngineInfo("scripted", 8, 128, 2000)
 
-    async def load(self, version: int, tensors: Iterable[Weight]) -> None:
+    async def load(self, version: int, tensors: Iterable[Weight], *, summed: bool = False) -> bytes:
         self.requests.clear()
-        self.calls.append(f"load {version} {sum(len(t.data) for t in tensors)}")
+        weights = list(tensors)
+        self.calls.append(f"load {version} {sum(len(t.data) for t in weights)}")
+        if not summed:
+            return b""
+        from rollout.engines import merging
+
+        return merging.digest(weights, {weight.name: weight.name for weight in weights})
 
     async def add(self, request: Request) -> None:
         if request.prompt == (666,):
@@ -258,6 +264,40 @@ def test_adapters_are_merged_with_their_base_which_is_pulled_first_and_once(play
         assert stage.source.stats.nbytes + 512 * stage.source.stats.mapped <= 2 * (512 + 192)
         said = {said.version for said in stage.daemon.inbox if isinstance(said, wire.Serving)}
         assert said >= {1, 2, 3}
+
+    play(scene)
+
+
+def test_an_engine_that_merges_otherwise_than_its_trainer_says_so_and_loads_again(play: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch", reason="merging needs torch")
+    from rollout.engines import checksum, lora
+
+    base, blob = manifests.build(1, {"a.weight": ("float32", (16, 8), memoryview(bytes(512)))})
+    data = memoryview(bytearray(array("f", [3.0] * 32).tobytes()))
+    tensors = {"a.lora_A.weight": ("float32", (2, 8), data[:64]), "a.lora_B.weight": ("float32", (16, 2), data)}
+    plain, own = manifests.build(2, tensors, adapter=manifests.Adapter(base.root, 0.5, "bfloat16"))
+    right = checksum.digest({"a.weight": checksum.checksum(torch.full((16, 8), 9.0, dtype=torch.bfloat16))})
+    manifest = msgspec.structs.replace(plain, merged=right)
+
+    async def scene(stage: Stage) -> None:
+        await stage.daemon.expect(wire.WorkerHello)
+        stage.welcome()
+        under = wire.BaseWeights(1, manifests.encode(base), (stage.source.publish(base, blob),))
+        order = wire.UseWeights(2, manifests.encode(manifest), (stage.source.publish(manifest, own),), base=under)
+        with monkeypatch.context() as wrong:
+            merged = lora.merged
+            wrong.setattr(lora, "merged", lambda weight, down, up, scale: merged(weight, down, up, 2 * scale))
+            stage.daemon.send(order)
+            failed = await stage.daemon.expect(wire.WeightsFailed)
+            assert "merged here to other weights" in failed.reason
+            assert f"than by its trainer ({right.hex()[:16]})" in failed.reason
+            assert "remedy: run engines and trainer of one release" in failed.reason
+        stage.daemon.send(order)
+        loaded = await stage.daemon.expect(wire.WeightsLoaded)
+        assert (loaded.version, loaded.root, loaded.merged) == (2, manifest.root, right)
+        stage.restart_daemon()
+        hello = await stage.daemon.expect(wire.WorkerHello)
+        assert (hello.loaded_version, hello.loaded_merged) == (2, right)
 
     play(scene)
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import msgspec
+import pytest
+
 from scavenger.router import orders
 from scavenger.weights import manifest as manifests
 from scavenger.weights.directory import PEERS
 from scavenger.wire import (
     BaseWeights,
     Denied,
+    Drain,
     Goodbye,
     Ok,
     PublishVersion,
@@ -286,3 +290,73 @@ def test_a_base_outlives_the_versions_between_and_a_restart_of_the_daemon() -> N
     bench.submit(version=8, step=2, groups=specs(1, n=1))
     bench.hello(W2)
     assert asked(bench, W2)[-1].base == BaseWeights(1, base.manifest, (SOURCE,), base.root)
+
+
+# ---------------------------------------------------------------- what engines merged
+
+
+def stating(number: int, base: bytes, merged: bytes) -> PublishVersion:
+    """Adapters of which their trainer says what they make of their base."""
+    body = made(number, base)
+    manifest = msgspec.structs.replace(manifests.decode(body.manifest), merged=merged)
+    return msgspec.structs.replace(body, manifest=manifests.encode(manifest))
+
+
+def with_stated() -> tuple[Bench, PublishVersion]:
+    bench = Bench()
+    bench.open()
+    base = made(1)
+    adapters = stating(2, base.root, MERGED)
+    assert [bench.call(base), bench.call(adapters)] == [Ok(), Ok()]
+    bench.submit(version=2, groups=specs(1, n=2))
+    bench.auto = True
+    return bench, adapters
+
+
+MERGED, OTHER = b"m" * 32, b"o" * 32
+
+
+def test_an_engine_that_merged_to_what_its_trainer_merged_gets_samples() -> None:
+    bench, adapters = with_stated()
+    bench.hello(W1)
+    bench.say(W1, WeightsLoaded(2, adapters.root, merged=MERGED))
+    assert [lease.version for lease in bench.leases(W1)] == [2, 2]
+    assert bench.events("weights_refused") == []
+
+
+@pytest.mark.parametrize(("found", "said"), [(OTHER, f"({OTHER.hex()[:16]})"), (b"", "(says nothing of its sum)")], ids=["other", "none"])
+def test_an_engine_that_merged_to_other_weights_gets_no_sample_and_leaves_with_cause_and_remedy(found: bytes, said: str) -> None:
+    bench, adapters = with_stated()
+    bench.hello(W1)
+    bench.say(W1, WeightsLoaded(2, adapters.root, merged=found))
+    assert bench.leases(W1) == []
+    (event,) = bench.events("weights_refused")
+    assert f"version 2 to other weights {said} than its trainer ({MERGED.hex()[:16]})" in event.reason
+    assert "run engines and trainer of one release" in event.reason
+    assert len(bench.take(W1, Drain)) == 1
+    bench.hello(W2)
+    bench.say(W2, WeightsLoaded(2, adapters.root, merged=MERGED))
+    assert len(bench.leases(W2)) == 2, "others serve the run"
+
+
+def test_what_was_merged_is_compared_again_at_each_greeting_also_after_a_restart_of_the_daemon() -> None:
+    bench, adapters = with_stated()
+    bench.restart()
+    bench.attach()
+    base = made(1)
+    assert [bench.call(base), bench.call(adapters)] == [Ok(), Ok()]
+    bench.hello(W1, loaded=2, loaded_root=adapters.root, loaded_merged=OTHER)
+    assert [order.version for order in asked(bench, W1)] == [2], "not believed: it is asked to load, and to say what it has"
+    bench.say(W1, WeightsLoaded(2, adapters.root, merged=OTHER))
+    assert bench.leases(W1) == []
+    assert len(bench.take(W1, Drain)) == 1
+    bench.hello(W2, loaded=2, loaded_root=adapters.root, loaded_merged=MERGED)
+    assert asked(bench, W2) == []
+    assert [lease.version for lease in bench.leases(W2)] == [2, 2]
+
+
+def test_a_restored_ledger_knows_what_was_merged_before_its_trainer_is_back() -> None:
+    bench, adapters = with_stated()
+    bench.restart()
+    assert bench.router.core.runs["r"].proved(2, adapters.root, MERGED) == ""
+    assert "other weights" in bench.router.core.runs["r"].proved(2, adapters.root, OTHER)

@@ -24,7 +24,7 @@ from scavenger.weights.pull import Pull
 from scavenger.weights.source import WeightSource
 from scavenger.weights.spool import Spool
 from scavenger.weights.transfer import Limits
-from tests.trainer.published import gathered
+from tests.trainer.published import digest_of, gathered
 from tests.trainer.rows import make_group
 from trainer.algorithms.rows import resolve
 from trainer.batching import balanced
@@ -114,6 +114,7 @@ def publish(comm: Comm, learner: Learner, folder: Path, *, local: bool) -> dict[
                 sources = [one for one in given if one.token]
                 ranks.stop()
             theirs, blob = gathered(version, learner, DTYPE, root)
+            merged = digest_of(learner, DTYPE) if theirs.adapter is not None else b""
             root = root or theirs.root
             source.wait_deltas()
             together(comm)
@@ -121,7 +122,7 @@ def publish(comm: Comm, learner: Learner, folder: Path, *, local: bool) -> dict[
                 work = asyncio.run(pulled(manifest, sources, base))
                 base = (manifest, work.buffer)
                 deltas.append(work.deltas)
-                equal.append(manifest.root == theirs.root and work.buffer.view == blob)
+                equal.append(manifest.root == theirs.root and work.buffer.view == blob and manifest.merged == merged)
             together(comm)
         disk.wait()
         told = [source.nbytes, len(set(source.memory))]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from rollout.engines import lora
+from rollout.engines import checksum, lora
 from scavenger import wire
 from scavenger.weights import manifest as manifests
 from scavenger.weights.manifest import Manifest
@@ -64,6 +64,11 @@ def gathered(version: int, learner: Learner, dtype: str, base: bytes = b"") -> t
     trained = {name.replace(".default", ""): value for name, value in parameters.items() if ".lora_" in name}
     adapter = manifests.Adapter(base, learner.adapter_scale, dtype)
     return manifests.build(version, {name: _entry(value, "float32") for name, value in trained.items()}, adapter=adapter)
+
+
+def digest_of(learner: Learner, dtype: str) -> bytes:
+    """What engines are to hold of adapters and base, as rank 0 would state it had it all of the weights; a collective."""
+    return checksum.digest({name: checksum.checksum(value.to(DTYPES[dtype])) for name, value in whole(learner).items()})
 
 
 def _entry(value: Tensor, dtype: str) -> tuple[str, tuple[int, ...], memoryview]:

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from rollout.engines import merging
+from rollout.engines import checksum, lora, merging
 from rollout.engines.base import Host
 from rollout.engines.reference import ReferenceEngine, build
 from scavenger import keys, wire
-from scavenger.errors import WeightsError
+from scavenger.errors import EngineError, WeightsError
 from scavenger.weights import manifest as manifests
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.source import WeightSource
@@ -71,7 +71,8 @@ class Engine:
         base = await self.store.get_base(manifest, weights, 20.0)
         blob = await self.store.get(manifest, msgspec.structs.replace(weights, keep=(base[0].version,)), 20.0)
         views = merging.views(manifest, manifests.views(manifest, blob.view), base[0], base[1].view)
-        await self.engine.load(manifest.version, views)
+        assert manifest.merged, "the trainer says what it makes of them"
+        merging.refuse_other(manifest, await self.engine.load(manifest.version, views, summed=True))
 
     def weights(self) -> dict[str, Tensor]:
         return {name: value.clone() for name, value in self.engine._decoder._model.named_parameters()}
@@ -116,6 +117,80 @@ def test_engines_merge_to_the_trainer_s_own_bits_also_one_that_joins_at_version_
     for dtype in ("float32", "bfloat16"):
         with WeightSource(local=False) as source:
             asyncio.run(main(source, dtype))
+
+
+WRONG: dict[str, Any] = {
+    "another scale": lambda merged: lambda base, down, up, scale: merged(base, down, up, 0.5 * scale),
+    "nothing added": lambda merged: lambda base, down, up, scale: base,
+    "rounded early": lambda merged: lambda base, down, up, scale: merged(base, down.bfloat16().float(), up, scale),
+    "one bit of one weight": lambda merged: lambda *given: flipped(merged(*given)),
+}
+
+
+def flipped(value: Tensor) -> Tensor:
+    value.view(torch.int32)[0, 0] ^= 1 << 20
+    return value
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_an_engine_that_merges_wrongly_is_found_out_by_the_trainer_s_own_merge(
+    wrong: str, dtype: str, model_folder: Path, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main(source: WeightSource) -> None:
+        trainer = Trainer(model_folder, mesh, source, dtype)
+        trainer.publish_base(1)
+        trained(trainer.learner, 1)
+        order = trainer.publish(2)
+        async with engine_of(model_folder, dtype) as engine:
+            with monkeypatch.context() as planted:
+                planted.setattr(lora, "merged", WRONG[wrong](lora.merged))
+                with pytest.raises(EngineError, match="version 2 was merged here to other weights"):
+                    await engine.load(order)
+            await engine.load(order)
+            assert same(engine.weights(), trainer.weights())
+
+    with WeightSource(local=False) as source:
+        asyncio.run(main(source))
+
+
+def test_a_weight_that_changed_on_its_way_into_the_engine_is_found_there(
+    model_folder: Path, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = Tensor.copy_
+
+    def damages(target: Tensor, source: Tensor) -> Tensor:
+        copies(target, source)
+        if target.dim() == 2:
+            target[1, 1] *= 1 + 2**-40
+        return target
+
+    async def main(source: WeightSource) -> None:
+        trainer = Trainer(model_folder, mesh, source, "bfloat16")
+        trainer.publish_base(1)
+        order = trainer.publish(2)
+        async with engine_of(model_folder, "float64") as engine:  # wider than what is published: compared in both types
+            with monkeypatch.context() as planted:
+                planted.setattr(Tensor, "copy_", damages)
+                with pytest.raises(EngineError, match="weights do not sit in the engine as they were given"):
+                    await engine.load(order)
+            await engine.load(order)
+
+    with WeightSource(local=False) as source:
+        asyncio.run(main(source))
+
+
+def test_the_sums_are_those_of_all_weights_whatever_has_an_adapter(model_folder: Path, mesh: DeviceMesh) -> None:
+    with WeightSource(local=False) as source:
+        trainer = Trainer(model_folder, mesh, source, "bfloat16")
+        trainer.publish_base(1)
+        found = []
+        for version in (2, 3):
+            manifest = manifests.decode(trainer.publish(version).manifest)
+            assert manifest.merged == checksum.digest({name: checksum.checksum(value) for name, value in trainer.weights().items()})
+            found.append(manifest.merged)
+            trained(trainer.learner, 1)
+        assert found[0] != found[1]
 
 
 def test_what_is_published_at_a_step_is_a_and_b_and_nothing_else(model_folder: Path, mesh: DeviceMesh) -> None:
