@@ -126,7 +126,8 @@ def _prepare(words: Sequence[str], folder: Path) -> None:
     missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"this Python ({sys.executable}) has no {' and no '.join(missing)}", 'pip install ".[trainer]" in a clone')
-    environ = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    at_hand = Path(os.environ.get("SCAVENGER_CONFIG") or DEFAULT_CONFIG).resolve()  # it runs in another folder
+    environ = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "SCAVENGER_CONFIG": str(at_hand)}
     done = subprocess.run([sys.executable, "-m", "trainer.prepare", *words], cwd=folder, env=environ, stdin=subprocess.DEVNULL, check=False)
     if done.returncode < 0:
         raise ScavengerError(f"trainer.prepare was ended by signal {-done.returncode}", "try again")

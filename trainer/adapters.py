@@ -36,13 +36,7 @@ def inject(model: Any, settings: LoraSection) -> None:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise ConfigError("lora.rank needs peft", 'install it: pip install ".[lora]" in a clone of Scavenger') from error
-    ends = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    ends -= _heads(model)
-    if strange := sorted(set(settings.targets) - ends):
-        raise ConfigError(
-            f"lora.targets: {', '.join(strange)} cannot have an adapter",
-            f"name linear layers inside the decoder: {', '.join(sorted(ends))}",
-        )
+    check_targets(model, settings)
     dtype = next(model.parameters()).dtype
     config = LoraConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules=list(settings.targets), lora_dropout=0.0)
     with torch.random.fork_rng(devices=[]):
@@ -52,6 +46,30 @@ def inject(model: Any, settings: LoraSection) -> None:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
     model.eval()
+
+
+def check_targets(model: Any, settings: LoraSection) -> int:
+    """How many layers get an adapter. Raises `ConfigError` for a target that none of them is. The model may be without weights."""
+    modules = {name: module for name, module in model.named_modules() if name}
+    ends = {_end(name) for name, module in modules.items() if isinstance(module, torch.nn.Linear)} - _heads(model)
+    if strange := sorted(set(settings.targets) - ends):
+        why = _why_not(strange[0], modules, _heads(model))
+        raise ConfigError(
+            f"lora.targets: {', '.join(strange)} cannot have an adapter: {why}",
+            f"name linear layers inside the decoder: {', '.join(sorted(ends))}",
+        )
+    return sum(_end(name) in settings.targets for name in modules)
+
+
+def _why_not(target: str, modules: dict[str, Any], heads: set[str]) -> str:
+    if target in heads:
+        return f"{target} is the output head, whose weight many models share with the embeddings; set lora.rank = 0 to train it"
+    called = next((module for name, module in modules.items() if _end(name) == target), None)
+    return f"no layer of {target!r} is in the model" if called is None else f"{target} is {type(called).__name__}, no linear layer"
+
+
+def _end(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _heads(model: Any) -> set[str]:

@@ -17,7 +17,7 @@ pytest.importorskip("peft", reason="the adapters need the [lora] extra")
 models = pytest.importorskip("tests.rollout.models")
 kinds = pytest.importorskip("tests.rollout.kinds")
 adapters = pytest.importorskip("trainer.adapters")
-from rollout.engines import merging  # noqa: E402  needs torch
+from rollout.engines import lora, merging  # noqa: E402  needs torch
 from rollout.engines.checksum import checksum, digest  # noqa: E402
 from tests.rollout.test_engine_contract import GREEDY, finish, request  # noqa: E402
 
@@ -101,8 +101,12 @@ def test_merged_by_the_engine_is_merged_by_the_trainer_and_nothing_adds_up(kind:
         assert answers[0] == answers[2]
         assert len(set(digests)) == 2
         assert sum(seen[0][name] != seen[1][name] for name in seen[0]) >= 8, "of two layers each"
+        right, merged = trained.digest(), lora.merged
+        with monkeypatch.context() as wrong:
+            wrong.setattr(lora, "merged", lambda base, down, up, scale: merged(base, down, up, 0.5 * scale))
+            assert right not in {await engine.load(2, trained.merged_by_engine(), summed=True), b""}, "wrongly merged"
         assert await engine.load(2, kind.views) == b"", "nobody asked"
-        assert seen[3] != seen[0], "adapters change something"
+        assert seen[4] != seen[0], "adapters change something"
         with pytest.raises(EngineError, match="is of base"):
             trained.merged_by_engine(_version(1, {"w": torch.zeros(2)})[0])
         await engine.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -17,10 +18,11 @@ from scavenger import keys
 from scavenger.cluster.sandbox import SlurmSandbox
 from scavenger.config import read_run
 from scavenger.errors import ConfigError, Finding
+from scavenger.weights import rdma
 from trainer.prepare import __main__ as program
-from trainer.prepare import check, memory, model, rows
+from trainer.prepare import check, memory, model, rows, weights
 from trainer.prepare.check import Gpus
-from trainer.prepare.memory import Job, Shape
+from trainer.prepare.memory import Job, Shape, Version
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_GPU = Gpus(1, 0, 0.0)
@@ -86,7 +88,7 @@ def test_the_files_of_a_new_run_can_be_submitted_as_they_are(run: Path, own_mode
     assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
     assert check.gpus_of(script.read_text()) == Gpus(2, 2, 80.0)
     findings = list(check.check(run, check.gpus_of(script.read_text())))
-    assert [finding.problem for finding in findings] == [""] * 9
+    assert [finding.problem for finding in findings] == [""] * 11
     assert not any(finding.skipped for finding in findings)
 
 
@@ -184,7 +186,7 @@ def test_a_wrong_model_path_is_refused_and_what_needs_it_is_skipped(run: Path, o
     assert "there is no folder /nowhere/qwen" in findings["model"].problem
     assert "remedy: give the folder of a Hugging Face model" in findings["model"].problem
     assert {what for what, finding in findings.items() if finding.skipped} == {
-        "tokenizer", "data and prompts", "reward", "engine", "memory of the GPUs",
+        "tokenizer", "data and prompts", "reward", "adapters", "engine", "memory of the GPUs", "weights",
     }  # fmt: skip
     assert not findings["daemon and keys"].problem
 
@@ -367,6 +369,111 @@ def test_an_engine_that_is_not_installed_is_refused(run: Path, monkeypatch: pyte
     assert 'pip install ".[vllm]"' in refused(run)["engine"]
 
 
+# ---------------------------------------------------------------- adapters and weights
+
+
+def settled(run: Path, section: str, lines: str) -> None:
+    """Add keys to a section of the drafted file."""
+    change(run, f"[{section}]\n", f"[{section}]\n{lines}\n")
+
+
+@pytest.mark.parametrize(
+    ("target", "why"),
+    [
+        ("lm_head", "lm_head is the output head, whose weight many models share with the embeddings; set lora.rank = 0"),
+        ("embed_tokens", "embed_tokens is Embedding, no linear layer"),
+        ("input_layernorm", "no linear layer"),
+        ("c_attn", "no layer of 'c_attn' is in the model"),
+        ("proj", "no layer of 'proj' is in the model"),
+    ],
+)
+def test_an_adapter_that_no_layer_can_have_is_refused_before_the_job(run: Path, target: str, why: str) -> None:
+    change(run, "rank = 0  ", f'targets = ["q_proj", "{target}"]\nrank = 4')
+    found = refused(run)
+    assert found.keys() == {"adapters"}
+    assert f"lora.targets: {target} cannot have an adapter: " in found["adapters"]
+    assert why in found["adapters"]
+    assert "remedy: name linear layers inside the decoder: down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj" in found["adapters"]
+
+
+def test_adapters_that_fit_are_counted_and_their_base_is(run: Path) -> None:
+    change(run, "rank = 0  ", 'targets = ["q_proj", "down_proj"]\nrank = 4')
+    findings = {finding.what: finding for finding in check.check(run, NO_GPU)}
+    assert findings["adapters"].note == "rank 4 beside 4 layers"
+    assert "on a base of 0 MiB" in findings["weights"].note
+    assert not any(finding.problem for finding in findings.values())
+
+
+def test_a_spool_that_cannot_be_written_is_refused(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settled(run, "weights", f'spool_dir = "{tmp_path / "spool"}"')
+    assert refused(run) == {}
+    assert not (tmp_path / "spool").exists(), "looked at, not made"
+    (tmp_path / "spool").write_text("a file")
+    found = refused(run)["weights"]
+    assert f"{tmp_path / 'spool'} is no folder" in found
+    assert "remedy: name a folder that engines and all ranks see and may write" in found
+    (tmp_path / "spool").unlink()
+    (tmp_path / "spool").mkdir()
+    may = os.access  # whoever runs this may be root, who may all
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path / "spool" and may(path, mode))
+    assert f"{tmp_path / 'spool'} cannot be written by this user" in refused(run)["weights"]
+
+
+def test_a_spool_without_room_for_three_versions_is_refused_with_both_figures(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settled(run, "weights", f'spool_dir = "{tmp_path}"')
+    parameters = model.look(read_run(run).model.path).parameters
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage._replace(free=6 * parameters - 1))
+    assert "is to hold 3 versions of" in refused(run)["weights"]
+    (tmp_path / "my-run" / "version-1").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "my-run" / "version-1" / "weights.bin").write_bytes(b"x")  # goes when a newer one comes
+    assert refused(run) == {}
+
+
+def test_weights_that_engines_could_not_fetch_are_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    change(run, 'listen = "0.0.0.0"', 'listen = "127.0.0.1"\nnixl = true')
+    assert 'set weights.listen = "0.0.0.0"' in refused(run, Gpus(2, 1, 0.0, 2))["weights"]
+    monkeypatch.setattr(rdma, "installed", lambda: False)
+    assert 'pip install ".[nixl]"' in refused(run)["weights"]
+    monkeypatch.setattr(rdma, "installed", lambda: True)
+    assert refused(run) == {}
+
+
+def test_an_engine_s_job_with_too_little_memory_for_the_model_is_refused(
+    run: Path, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toml = tmp_path / "site.toml"
+
+    def told(given: int, state: Path = site) -> Finding:
+        toml.write_text(f'[daemon]\nstate_dir = "{state}"\n[harvest]\nmemory_mb_per_engine = {given}\n')
+        (found,) = [finding for finding in check.check(run, NO_GPU) if finding.what == "weights"]
+        return found
+
+    assert "was not found from here" in told(1).note
+    monkeypatch.setenv("SCAVENGER_CONFIG", str(toml))
+    least = memory.engine_host_mb(weights.version_of(read_run(run), model.look(read_run(run).model.path)), "reference", 0)
+    assert f"{toml}: harvest.memory_mb_per_engine = {least - 1}, and this run's jobs need {least} at least" in told(least - 1).problem
+    assert "remedy: set harvest.memory_mb_per_engine = 3072 there" in told(least - 1).problem
+    assert "LOOK whether that does" in told(least).note
+    assert told(4096).note.endswith(f"{toml} gives it 4,096")
+    assert "it gets its GPUs' share of a node" in told(0).note
+    assert "was not found from here" in told(1, tmp_path / "another").note, "another site's says nothing of this run"
+    change(run, "#[daemon]\n#embedded = true", f'[daemon]\nconfig = "{toml}"\nembedded = true')
+    monkeypatch.delenv("SCAVENGER_CONFIG")
+    assert "harvest.memory_mb_per_engine = 1, and" in told(1).problem, "the run's own daemon's"
+
+
+@pytest.mark.parametrize(
+    ("version", "gpus", "gb"),
+    [(Version(16 * 10**9, 0), 1, 56.8), (Version(16 * 10**9, 0), 0, 53.6), (Version(16 * 10**9, 16 * 10**9), 1, 40.8)],
+    ids=["8B", "8B without what GPUs add", "8B under adapters"],
+)
+def test_what_an_engine_s_host_must_hold_of_a_model_of_8_billion_weights(version: Version, gpus: int, gb: float) -> None:
+    assert memory.engine_host_mb(version, "vllm", gpus) * 2**20 / 1e9 == pytest.approx(gb, abs=0.1)
+
+
 def test_a_daemon_that_was_never_started_is_told(run: Path, site: Path) -> None:
     shutil.rmtree(site)
     assert "there is no folder" in refused(run)["daemon and keys"]
@@ -414,7 +521,7 @@ def test_init_writes_and_checks_a_run_and_says_what_is_wrong(
     assert read_run(tmp_path / "a-run" / "run.toml").run.state_dir == site
     (tmp_path / "a-run" / "mine.py").write_text(RAISES)
     bad = command("a-run", "--check", cwd=tmp_path)
-    assert (bad.returncode, bad.stdout.count("ok  "), bad.stdout.count("REFUSED")) == (2, 8, 1), bad.stdout + bad.stderr
+    assert (bad.returncode, bad.stdout.count("ok  "), bad.stdout.count("REFUSED")) == (2, 10, 1), bad.stdout + bad.stderr
     assert "reward function mine:f failed 1 times: it raised KeyError" in bad.stdout
 
 

@@ -2,7 +2,8 @@
 
     model.py    what a model's folder says of itself          rows.py     which columns and files a data set has
     memory.py   what training takes of a GPU (pure)           draft.py    the text of run.toml and train.sbatch (pure)
-    engines.py  what engines would refuse                     check.py   every check, in order
+    engines.py  what engines would refuse                     weights.py  what would keep weights from engines
+    check.py    every check, in order
     __main__.py the commands, which `scavenger init` starts
 
 Knows no daemon's state but whether its files are there; starts no job.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from scavenger.config import RunConfig
 from scavenger.errors import ConfigError, Finding, ScavengerError
 from trainer import embedded
 from trainer.data import Problem, Problems, open_tokenizer, stop_tokens
-from trainer.prepare import memory
+from trainer.prepare import memory, weights
 from trainer.prepare import model as models
 from trainer.prepare.draft import shape_of
 from trainer.prepare.memory import Job
@@ -41,6 +42,7 @@ class Gpus:
     ranks: int
     per_node: int
     gb: float
+    nodes: int = 1
 
 
 @dataclass(slots=True)
@@ -59,7 +61,7 @@ def gpus_of(script: str) -> Gpus:
     for name, number, gb in DIRECTIVE.findall(script):
         found[name or "gb"] = float(number or gb)
     per_node = int(found["gpus-per-node"])
-    return Gpus(int(found["ntasks"]) or max(1, int(found["nodes"]) * per_node), per_node, found["gb"])
+    return Gpus(int(found["ntasks"]) or max(1, int(found["nodes"]) * per_node), per_node, found["gb"], int(found["nodes"]))
 
 
 def check(run_toml: Path, gpus: Gpus) -> Iterator[Finding]:
@@ -76,8 +78,10 @@ def check(run_toml: Path, gpus: Gpus) -> Iterator[Finding]:
     yield _ask("data and prompts", lambda: _data(config, seen), seen.tokenizer)
     yield _ask("reward", lambda: _reward(config, seen), seen.problems or None)
     yield _ask("algorithm", lambda: _algorithm(config))
+    yield _ask("adapters", lambda: weights.check_adapters(config), seen.model)
     yield _ask("engine", lambda: _engine(config), seen.model)
     yield _ask("memory of the GPUs", lambda: _memory(config, seen, gpus), seen.model)
+    yield _ask("weights", lambda: _weights(config, seen, gpus), seen.model)
     yield _ask("daemon and keys", lambda: _daemon(config))
 
 
@@ -219,6 +223,12 @@ def _memory(config: RunConfig, seen: _Seen, gpus: Gpus) -> str:
         raise ConfigError(cause, remedy)
     asks = memory.need(shape, job)
     return f"{asks.states:.1f} GB of states and about {asks.step:.1f} GB for a micro-batch, of {gpus.gb:g} GB on each of {gpus.ranks}"
+
+
+def _weights(config: RunConfig, seen: _Seen, gpus: Gpus) -> str:
+    assert seen.model is not None
+    at_hand = os.environ.get("SCAVENGER_CONFIG")
+    return weights.check(config, seen.model, gpus.nodes, Path(at_hand) if at_hand else None)
 
 
 def _daemon(config: RunConfig) -> str:

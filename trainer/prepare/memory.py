@@ -1,4 +1,5 @@
-"""What a step takes of each GPU's memory, and whether a model fits. Pure arithmetic over sizes; knows no torch and no file.
+"""What a step takes of each GPU's memory, and an engine's job of its host's; whether a model fits. Pure arithmetic over sizes; knows no
+torch and no file.
 
 Two kinds of figures. *Certain*: states, which follow from the model, the ranks and the optimizer. *Estimated*: activations of one
 micro-batch, by the values that a decoder layer of the usual kind keeps. A run is refused for either; the remedy names what changes most.
@@ -11,6 +12,10 @@ from dataclasses import dataclass
 GB = 1e9
 #: Of a GPU's memory: the CUDA context, NCCL's buffers and what the allocator cannot use.
 USABLE = 0.94
+#: Host memory without any weights, in mebibytes: of an engine's processes on a CPU, measured (385 and 1030) with some room; and what each
+#: GPU adds, assumed: CUDA's libraries and context, pinned buffers.
+PROCESS_MB = {"reference": 512, "vllm": 1536}
+GPU_MB = {"reference": 2048, "vllm": 3072}
 #: bfloat16 values kept for the backward pass, per token and layer: of the hidden width, and of the feed-forward's.
 KEPT_HIDDEN, KEPT_INNER = 14, 4
 
@@ -24,6 +29,14 @@ class Shape:
     hidden: int
     inner: int
     vocabulary: int
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """Bytes of the weights that an engine is given, and of the base under adapters, 0 where all weights are trained."""
+
+    nbytes: int
+    base: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +62,17 @@ class Need:
     step: float
     engine: float
     usable: float
+
+
+def engine_host_mb(version: Version, engine: str, gpus: int) -> int:
+    """Host memory of a harvested engine's job, in mebibytes.
+
+    All weights: three versions, of which the engine serves one, pulls or keeps the pages of another, and has the third in the file that its
+    processes load from; and the deltas that it gives on, a quarter. Adapters: their base in place of the two. And the processes; `gpus` 0:
+    without what GPUs add, which is a guess.
+    """
+    held = version.base + 1.25 * version.nbytes if version.base else 3.25 * version.nbytes
+    return int(held / (1 << 20)) + 1 + PROCESS_MB.get(engine, 0) + gpus * GPU_MB.get(engine, 0)
 
 
 def need(shape: Shape, job: Job) -> Need:
