@@ -377,6 +377,15 @@ def settled(run: Path, section: str, lines: str) -> None:
     change(run, f"[{section}]\n", f"[{section}]\n{lines}\n")
 
 
+def weights_told(run: Path, nodes: int = 1, at_hand: Path | None = None) -> str:
+    """What the check of the weights alone says: its note, or cause and remedy."""
+    config = read_run(run)
+    try:
+        return weights.check(config, model.look(config.model.path), nodes, at_hand)
+    except ConfigError as error:
+        return f"REFUSED {error}"
+
+
 @pytest.mark.parametrize(
     ("target", "why"),
     [
@@ -389,34 +398,35 @@ def settled(run: Path, section: str, lines: str) -> None:
 )
 def test_an_adapter_that_no_layer_can_have_is_refused_before_the_job(run: Path, target: str, why: str) -> None:
     change(run, "rank = 0  ", f'targets = ["q_proj", "{target}"]\nrank = 4')
-    found = refused(run)
-    assert found.keys() == {"adapters"}
-    assert f"lora.targets: {target} cannot have an adapter: " in found["adapters"]
-    assert why in found["adapters"]
-    assert "remedy: name linear layers inside the decoder: down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj" in found["adapters"]
+    with pytest.raises(ConfigError, match=f"lora.targets: {target} cannot have an adapter: ") as found:
+        weights.check_adapters(read_run(run))
+    assert why in found.value.cause
+    assert found.value.remedy == "name linear layers inside the decoder: down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
 
 
-def test_adapters_that_fit_are_counted_and_their_base_is(run: Path) -> None:
+def test_adapters_and_their_base_are_among_the_checks(run: Path) -> None:
     change(run, "rank = 0  ", 'targets = ["q_proj", "down_proj"]\nrank = 4')
     findings = {finding.what: finding for finding in check.check(run, NO_GPU)}
     assert findings["adapters"].note == "rank 4 beside 4 layers"
     assert "on a base of 0 MiB" in findings["weights"].note
     assert not any(finding.problem for finding in findings.values())
+    change(run, '"q_proj"', '"lm_head"')
+    assert refused(run).keys() == {"adapters"}
 
 
 def test_a_spool_that_cannot_be_written_is_refused(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settled(run, "weights", f'spool_dir = "{tmp_path / "spool"}"')
-    assert refused(run) == {}
-    assert not (tmp_path / "spool").exists(), "looked at, not made"
-    (tmp_path / "spool").write_text("a file")
-    found = refused(run)["weights"]
-    assert f"{tmp_path / 'spool'} is no folder" in found
-    assert "remedy: name a folder that engines and all ranks see and may write" in found
-    (tmp_path / "spool").unlink()
-    (tmp_path / "spool").mkdir()
+    spool = tmp_path / "spool"
+    settled(run, "weights", f'spool_dir = "{spool}"')
+    assert "REFUSED" not in weights_told(run)
+    assert not spool.exists(), "looked at, not made"
+    spool.write_text("a file")
+    assert f"REFUSED weights.spool_dir = '{spool}': {spool} is no folder" in weights_told(run)
+    assert "remedy: name a folder that engines and all ranks see and may write" in weights_told(run)
+    spool.unlink()
+    spool.mkdir()
     may = os.access  # whoever runs this may be root, who may all
-    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path / "spool" and may(path, mode))
-    assert f"{tmp_path / 'spool'} cannot be written by this user" in refused(run)["weights"]
+    monkeypatch.setattr(os, "access", lambda path, mode: path != spool and may(path, mode))
+    assert f"{spool} cannot be written by this user" in weights_told(run)
 
 
 def test_a_spool_without_room_for_three_versions_is_refused_with_both_figures(
@@ -426,43 +436,49 @@ def test_a_spool_without_room_for_three_versions_is_refused_with_both_figures(
     parameters = model.look(read_run(run).model.path).parameters
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage._replace(free=6 * parameters - 1))
-    assert "is to hold 3 versions of" in refused(run)["weights"]
-    (tmp_path / "my-run" / "version-1").mkdir(parents=True, exist_ok=True)
+    assert "REFUSED" in weights_told(run)
+    assert "is to hold 3 versions of" in weights_told(run)
+    (tmp_path / "my-run" / "version-1").mkdir(parents=True)
     (tmp_path / "my-run" / "version-1" / "weights.bin").write_bytes(b"x")  # goes when a newer one comes
-    assert refused(run) == {}
+    assert "REFUSED" not in weights_told(run)
 
 
 def test_weights_that_engines_could_not_fetch_are_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     change(run, 'listen = "0.0.0.0"', 'listen = "127.0.0.1"\nnixl = true')
-    assert 'set weights.listen = "0.0.0.0"' in refused(run, Gpus(2, 1, 0.0, 2))["weights"]
+    assert 'remedy: set weights.listen = "0.0.0.0"' in weights_told(run, nodes=2)
     monkeypatch.setattr(rdma, "installed", lambda: False)
-    assert 'pip install ".[nixl]"' in refused(run)["weights"]
+    assert 'pip install ".[nixl]"' in weights_told(run)
     monkeypatch.setattr(rdma, "installed", lambda: True)
-    assert refused(run) == {}
+    assert "REFUSED" not in weights_told(run)
 
 
-def test_an_engine_s_job_with_too_little_memory_for_the_model_is_refused(
+def test_an_engine_s_job_with_too_little_memory_for_the_model_is_refused(run: Path, site: Path, tmp_path: Path) -> None:
+    toml = tmp_path / "site.toml"
+
+    def told(given: int, state: Path = site) -> str:
+        toml.write_text(f'[daemon]\nstate_dir = "{state}"\n[harvest]\nmemory_mb_per_engine = {given}\n')
+        return weights_told(run, at_hand=toml)
+
+    least = memory.engine_host_mb(weights.version_of(read_run(run), model.look(read_run(run).model.path)), "reference", 0)
+    assert f"{toml}: harvest.memory_mb_per_engine = {least - 1}, and this run's jobs need {least} at least" in told(least - 1)
+    assert "remedy: set harvest.memory_mb_per_engine = 3072 there" in told(least - 1)
+    assert "LOOK whether that does" in told(least)
+    assert told(4096).endswith(f"{toml} gives it 4,096")
+    assert "it gets its GPUs' share of a node" in told(0)
+    assert "was not found from here" in told(1, tmp_path / "another"), "another site's says nothing of this run"
+    assert "was not found from here" in weights_told(run)
+
+
+def test_the_daemon_s_configuration_is_this_shell_s_or_the_run_s_own(
     run: Path, site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     toml = tmp_path / "site.toml"
-
-    def told(given: int, state: Path = site) -> Finding:
-        toml.write_text(f'[daemon]\nstate_dir = "{state}"\n[harvest]\nmemory_mb_per_engine = {given}\n')
-        (found,) = [finding for finding in check.check(run, NO_GPU) if finding.what == "weights"]
-        return found
-
-    assert "was not found from here" in told(1).note
+    toml.write_text(f'[daemon]\nstate_dir = "{site}"\n[harvest]\nmemory_mb_per_engine = 1\n')
     monkeypatch.setenv("SCAVENGER_CONFIG", str(toml))
-    least = memory.engine_host_mb(weights.version_of(read_run(run), model.look(read_run(run).model.path)), "reference", 0)
-    assert f"{toml}: harvest.memory_mb_per_engine = {least - 1}, and this run's jobs need {least} at least" in told(least - 1).problem
-    assert "remedy: set harvest.memory_mb_per_engine = 3072 there" in told(least - 1).problem
-    assert "LOOK whether that does" in told(least).note
-    assert told(4096).note.endswith(f"{toml} gives it 4,096")
-    assert "it gets its GPUs' share of a node" in told(0).note
-    assert "was not found from here" in told(1, tmp_path / "another").note, "another site's says nothing of this run"
-    change(run, "#[daemon]\n#embedded = true", f'[daemon]\nconfig = "{toml}"\nembedded = true')
+    assert "memory_mb_per_engine = 1, and" in refused(run)["weights"]
     monkeypatch.delenv("SCAVENGER_CONFIG")
-    assert "harvest.memory_mb_per_engine = 1, and" in told(1).problem, "the run's own daemon's"
+    change(run, "#[daemon]\n#embedded = true", f'[daemon]\nconfig = "{toml}"\nembedded = true')
+    assert "memory_mb_per_engine = 1, and" in weights_told(run)
 
 
 @pytest.mark.parametrize(
