@@ -1,0 +1,93 @@
+"""A vLLM engine that sleeps while adapters come: what it says then that it will hold is what it finds at the wake, or it ends.
+
+On a CPU vLLM does not sleep, so its end of the port is played here: the calls that the engine makes of it, answered as `vllm_worker` does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+from typing import Any
+
+import pytest
+
+from scavenger.errors import EngineError
+
+torch = pytest.importorskip("torch", reason="the engines need the [trainer] extra")
+pytest.importorskip("peft", reason="the adapters need the [lora] extra")
+kinds = pytest.importorskip("tests.rollout.kinds")
+from rollout.engines import published  # noqa: E402  needs torch
+from rollout.engines.base import Host  # noqa: E402
+from rollout.engines.checksum import checksum  # noqa: E402
+from rollout.engines.vllm import VllmEngine  # noqa: E402
+from rollout.engines.vllm_worker import _told  # noqa: E402
+from tests.rollout.test_engine_adapters import Trained  # noqa: E402
+
+
+class Llm:
+    """What `VllmEngine` calls of vLLM's engine to sleep, wake and load. `damage`: of what it reads from the memory file."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.damage = False
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(*_args: object, **_how: object) -> None:
+            self.calls.append(name)
+
+        return call
+
+    async def collective_rpc(self, name: str, _timeout: float, args: tuple[Any, ...] = ()) -> list[Any]:
+        self.calls.append(name)
+        if name != "scavenger_load":
+            return [None]
+        path, table = args
+        with open(path, "rb") as file:
+            memory = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE)
+        sums = {}
+        for weight, dtype, shape, offset, nbytes in table:
+            kind = published.STORED[dtype]
+            value = torch.frombuffer(memory, dtype=kind, count=nbytes // kind.itemsize, offset=offset).reshape(shape)
+            if self.damage and weight.endswith("q_proj.weight"):
+                value[0, 0] += 1
+            sums[weight] = _told(checksum(value))
+        return [(sums, sums, {}, sums)]
+
+
+def engine_of(llm: Llm) -> VllmEngine:
+    kind = kinds.Reference()
+    config = published.parse_config(kind.text())
+    return VllmEngine(kind.spec(), Host("run"), llm, published.layout(config), config, None, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("damage", [False, True])
+def test_what_comes_while_it_sleeps_is_summed_then_and_must_be_found_at_the_wake(damage: bool) -> None:
+    async def main() -> None:
+        llm, trained = Llm(), Trained(kinds.Reference())
+        engine = engine_of(llm)
+        trained.step(1)
+        await engine.sleep()
+        assert await engine.load(2, trained.merged_by_engine(), summed=True) == trained.digest()
+        assert "scavenger_load" not in llm.calls, "the GPU is the trainer's"
+        llm.damage = damage
+        if damage:
+            with pytest.raises(EngineError, match="version 2 was merged once more, and came out otherwise"):
+                await engine.wake()
+            assert "resume_generation" not in llm.calls, "nothing is generated with it"
+        else:
+            await engine.wake()
+            assert llm.calls.index("scavenger_load") < llm.calls.index("resume_generation")
+            assert await engine.load(2, trained.merged_by_engine(), summed=True) == trained.digest(), "awake, the same"
+
+    asyncio.run(main())
+
+
+def test_a_tied_weight_counts_under_the_name_under_which_it_was_published() -> None:
+    text = kinds.Reference().text(tie_word_embeddings=True)
+    layout = published.layout(published.parse_config(text))
+    (tied,) = [names for names in layout.tied if len(names) > 1]
+    views = {view.name: view for view in kinds.Reference().views}
+    given = [view for name, view in views.items() if name not in tied]
+    for name in tied:
+        one = type(given[0])(name, "float32", layout.shapes[name], memoryview(bytes(4)))
+        assert published.names(layout, [*given, one])[tied[0]] == name
