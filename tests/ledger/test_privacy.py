@@ -28,7 +28,8 @@ from scavenger.ledger import records as r
 from tests.ledger.examples import T0, prologue, written
 from tests.ledger.histories import answers, ended, fetch, training
 from tests.ledger.test_roles import DAEMON, Site, made_site
-from tests.router.harness import SPEC, Bench, StoredLedger, chunk_of, specs
+from tests.router.harness import SPEC, Bench, chunk_of, specs
+from tests.router.memory_ledger import StoredLedger
 from trainer import evaluation
 from trainer.__main__ import close_failed
 from trainer.algorithms.advantages import Advantages, batch_normalised, grpo

@@ -26,8 +26,9 @@ from scavenger.wire import Assign, Call, Denied, Drain, GroupDone, Message, Open
 from tests.router.checks import Truth, Watch
 from tests.router.coverage import Coverage
 from tests.router.engines import SimWorker
-from tests.router.harness import Bench, Ledger
+from tests.router.harness import Bench
 from tests.router.links import Link
+from tests.router.memory_ledger import Ledger
 from tests.router.trainers import Campaign, SimTrainer
 
 Op = list[Any]

@@ -11,7 +11,7 @@ import pytest
 
 from tests.router import schedule, shrink
 from tests.router.coverage import EXCUSED, FAULTS, Coverage, excused, faults_missing, illegal, missing
-from tests.router.harness import StoredLedger
+from tests.router.memory_ledger import StoredLedger
 from tests.router.plants import PLANTS
 
 OPS = 200
