@@ -17,7 +17,7 @@ pytest.importorskip("peft", reason="the adapters need the [lora] extra")
 models = pytest.importorskip("tests.rollout.models")
 kinds = pytest.importorskip("tests.rollout.kinds")
 adapters = pytest.importorskip("trainer.adapters")
-from rollout.engines import merging  # noqa: E402  needs torch
+from rollout.engines import merging  # noqa: E402  needs torch, as all that follows
 from rollout.engines.checksum import checksum  # noqa: E402
 from tests.rollout.test_engine_contract import GREEDY, finish, request  # noqa: E402
 

@@ -21,7 +21,7 @@ torch = pytest.importorskip("torch", reason="the engines need the [trainer] extr
 pytest.importorskip("peft", reason="the adapters need the [lora] extra")
 models = pytest.importorskip("tests.rollout.models")
 kinds = pytest.importorskip("tests.rollout.kinds")
-from rollout.engines import vllm_setup  # noqa: E402  needs torch
+from rollout.engines import vllm_setup  # noqa: E402  needs torch, as all that follows
 from tests.rollout.test_engine_adapters import Trained  # noqa: E402
 from tests.rollout.test_engine_contract import GREEDY, finish, request  # noqa: E402
 
