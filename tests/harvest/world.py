@@ -87,7 +87,7 @@ class World:
     demand: list[Demand] = field(default_factory=list)
     connected: bool = True  # whether the router knows an engine of every job that holds GPUs
     allowed: dict[str, Identity] = field(default_factory=dict)
-    pace: dict[str, float] = field(default_factory=lambda: dict(FAST))
+    pace: dict[str, Any] = field(default_factory=lambda: dict(FAST))
     stalled: bool = False  # the ledger takes records and makes none durable
     fenced: bool = False
     ahead_s: float = 0.0  # the daemon's clock, of the scheduler's
@@ -124,10 +124,13 @@ class World:
             held = (one for one in made.tracker.intents.values() if one.hold is not None)
             return {one.intent_id: (0, 0.0) for one in held} if self.connected else {}
 
+        def forget(key: str) -> None:
+            self.allowed.pop(key, None)
+
         made = Harvester(
             self.config(template, **harvest), self.cluster, UID, commit=commit, write=write, post=self.said.append,
             demand=lambda: self.demand, leases=leases, register=self.allowed.__setitem__,
-            unregister=lambda key: self.allowed.pop(key, None), clock=lambda: time.time() + self.ahead_s, leave_s=leave_s, draw=lambda: 0.5,
+            unregister=forget, clock=lambda: time.time() + self.ahead_s, leave_s=leave_s, draw=lambda: 0.5,
         )  # fmt: skip
         return made
 

@@ -269,7 +269,7 @@ def test_an_engine_or_trainer_that_fails_with_the_prompt_in_its_words_tells_type
     assert SECRET in capsys.readouterr().out, "the worker's log has it whole"
     play.bench.say(WORKER, wire.Goodbye(wire.words(reason), notice=False, failed=True))
     with pytest.raises(KeyError) as caught:
-        {}[SECRET]
+        dict[str, str]()[SECRET]
     play.close(caught.value)
     play.ledger.close()
     seen = said(reader(place), "view")

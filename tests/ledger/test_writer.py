@@ -21,6 +21,7 @@ from scavenger.ledger.moves import Plan
 from scavenger.ledger.reader import rows
 from scavenger.ledger.statements import KINDS
 from scavenger.ledger.store import open_engine, upgrade
+from scavenger.ledger.transaction import Generation
 from scavenger.ledger.writer import Writer
 from tests.ledger.examples import WAIT_S, event, everything, subjects, witness, written
 
@@ -60,7 +61,7 @@ def test_submissions_gather_while_a_transaction_runs(url: str, monkeypatch: pyte
     entered, go_on, sizes = threading.Event(), threading.Event(), []
     commit = transaction.commit_batch
 
-    def slow(connection: sa.Connection, generation: int, batch: int, records: list[r.Record], now: float, plan: Plan) -> bool:
+    def slow(connection: sa.Connection, generation: Generation, batch: int, records: list[r.Record], now: float, plan: Plan) -> bool:
         sizes.append(len(records))
         entered.set()
         assert go_on.wait(WAIT_S)
@@ -177,7 +178,7 @@ def test_a_commit_whose_answer_was_lost_is_not_repeated(url: str, monkeypatch: p
     upgrade(url)
     commit, calls = transaction.commit_batch, []
 
-    def lossy(connection: sa.Connection, generation: int, batch: int, records: list[r.Record], now: float, plan: Plan) -> bool:
+    def lossy(connection: sa.Connection, generation: Generation, batch: int, records: list[r.Record], now: float, plan: Plan) -> bool:
         done = commit(connection, generation, batch, records, now, plan)
         calls.append(done)
         if len(calls) == 1:

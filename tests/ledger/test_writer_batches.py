@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import sqlalchemy as sa
 
+from scavenger.ledger import batch_sql
 from scavenger.ledger import records as r
-from scavenger.ledger import transaction
 from scavenger.ledger.batch_sql import Shape
 from scavenger.ledger.faults import WriterState
 from scavenger.ledger.reader import rows
@@ -16,13 +16,13 @@ from tests.ledger.examples import event, subjects, witness, written
 
 def test_whether_a_batch_is_one_statement_is_decided_by_its_rows(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, int]] = []
-    run = transaction.batch_sql.run
+    run = batch_sql.run
 
     def noted(connection: sa.Connection, shape: Shape, kinds: tuple[type, ...], values: list[tuple[object, ...]]) -> int:
         asked.append((shape.table.name, len(values)))
         return run(connection, shape, kinds, values)
 
-    monkeypatch.setattr(transaction.batch_sql, "run", noted)
+    monkeypatch.setattr(batch_sql, "run", noted)
     chunks = [r.ChunkAccepted(1, 1, at, b"\1\0\0\0", b"\0" * 4, b"\0\0\0\1", 1, 1, 0.5) for at in range(20)]
     written(url, [[r.GroupCreated(1, 1, "train", 1, 0, 0, 1, b"", 64, 1, "{}", "{}", 1.0)], chunks])
     assert asked == [("samples", 64)], "one group's samples, and not the one sample of twenty chunks"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -21,7 +21,10 @@ from rollout.engines import merging  # noqa: E402  needs torch, as all that foll
 from rollout.engines.checksum import checksum  # noqa: E402
 from tests.rollout.test_engine_contract import GREEDY, finish, request  # noqa: E402
 
-Kind = kinds.Kind
+if TYPE_CHECKING:
+    from tests.rollout.kinds import Kind
+else:
+    Kind = kinds.Kind
 LORA = LoraSection(rank=2, alpha=4.0)  # beside every linear layer of the decoder: vLLM fuses some of them
 
 

@@ -363,7 +363,8 @@ def test_whatever_is_lost_every_token_arrives_once_and_in_order(seed: int) -> No
             if isinstance(action.message, wire.WorkerHello):
                 t.hear(WELCOME)
             elif isinstance(action.message, wire.Heartbeat):
-                t.hear(rng.choice([wire.HeartbeatAck(1), wire.HelloAgain("?")]))
+                answers: list[wire.ToWorker] = [wire.HeartbeatAck(1), wire.HelloAgain("?")]
+                t.hear(rng.choice(answers))
             elif isinstance(action.message, wire.Chunks):
                 for c in action.message.chunks:
                     tokens, have = unpack_tokens(c.tokens), got[c.sample_id]

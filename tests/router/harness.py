@@ -6,7 +6,7 @@ Commits happen when the test says so, unless `auto` is on.
 from __future__ import annotations
 
 import json
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from scavenger.ledger import records as rec
 from scavenger.router import audit
@@ -293,7 +293,7 @@ class Bench:
         return [e for e in self.ledger.events if e.kind == kind]
 
 
-def started(*, auto: bool = True, prompts: int = 1, n: int = 2, max_tokens: int = 8, **options: object) -> Bench:
+def started(*, auto: bool = True, prompts: int = 1, n: int = 2, max_tokens: int = 8, **options: Any) -> Bench:
     """A bench whose run is open, has version 1 published and step 1 submitted."""
     bench = Bench()
     bench.open(**options)

@@ -68,7 +68,7 @@ def gathered(version: int, learner: Learner, dtype: str, base: bytes = b"") -> t
 
 def _entry(value: Tensor, dtype: str) -> tuple[str, tuple[int, ...], memoryview]:
     raw = value.to(DTYPES[dtype]).cpu().contiguous()
-    return dtype, tuple(value.shape), memoryview(raw.view(-1).view(torch.uint8).numpy())
+    return dtype, tuple(value.shape), raw.view(-1).view(torch.uint8).numpy().data
 
 
 def _full(parameter: Tensor) -> Tensor:
