@@ -51,7 +51,7 @@ def spec_of(options: argparse.Namespace) -> EngineSpec:
     return EngineSpec("vllm", text, dtype, options.batch, PROMPT + options.tokens)
 
 
-def weights(spec: EngineSpec) -> tuple[manifests.Manifest, bytearray, int]:
+def weights(spec: EngineSpec) -> tuple[manifests.Manifest, memoryview, int]:
     values = json.loads(spec.model_config)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values), dtype=torch.float32)

@@ -163,15 +163,15 @@ def verdict(found: list[dict[str, Any]]) -> tuple[list[str], bool]:
         if arm.name == "random" and last - first > LEARNT_NOTHING:
             said.append("random rewards taught something: the comparison cannot be trusted")
             fine = False
-    for arm in ("vllm", "uncorrected"):
-        both = [seed for seed in seeds if {(arm, seed), ("reference", seed)} <= of.keys()]
-        pairs = [of[arm, seed]["sampled"][-1] - of["reference", seed]["sampled"][-1] for seed in both]
+    for name in ("vllm", "uncorrected"):
+        both = [seed for seed in seeds if {(name, seed), ("reference", seed)} <= of.keys()]
+        pairs = [of[name, seed]["sampled"][-1] - of["reference", seed]["sampled"][-1] for seed in both]
         if pairs:
             mean, low, high = interval(pairs)
             within = len(pairs) > 1 and low >= -WITHIN and high <= WITHIN
             where = f"within +-{WITHIN}" if within else f"not shown to be within +-{WITHIN}"
-            said.append(f"{arm} - reference: {mean:+.4f}, 90 % interval [{low:+.4f}, {high:+.4f}] of {len(pairs)} pairs: {where}")
-            fine = fine and (within or arm != "vllm")
+            said.append(f"{name} - reference: {mean:+.4f}, 90 % interval [{low:+.4f}, {high:+.4f}] of {len(pairs)} pairs: {where}")
+            fine = fine and (within or name != "vllm")
     return said, fine
 
 

@@ -23,12 +23,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import ledger_history as history
-from ledger_engines import CHUNK
-from ledger_site import Cpu, Site, read_settings
+ROOT = Path(__file__).resolve().parents[1]
+# Not this file's folder: a benchmark in it has the name of a package.
+sys.path[:] = [str(ROOT), *(place for place in sys.path if Path(place).resolve() != ROOT / "benchmarks")]
 
-from scavenger.ledger import store
-from scavenger.ledger.private_postgres import PrivatePostgres, create_database
+from benchmarks import ledger_history as history  # noqa: E402  after the path, as all that follows
+from benchmarks.ledger_engines import CHUNK  # noqa: E402
+from benchmarks.ledger_site import Cpu, Site, read_settings  # noqa: E402
+from scavenger.ledger import store  # noqa: E402
+from scavenger.ledger.private_postgres import PrivatePostgres, create_database  # noqa: E402
 
 PARTS = ("ingest", "latency", "failover", "restart", "memory")
 ALL = "all together"

@@ -133,8 +133,8 @@ class Engine:
         n = len(held)
         self.held, self.payloads = held, payloads
         marks = [bytes([200 + i]) * (4 * CHUNK) for i in range(3)]
-        ids = [SENTINEL + i for i in range(4)]
-        flush = self.flush_template = Template(wire.Chunks(()), wire.Chunk(*ids, *marks), n)
+        ids = (SENTINEL, SENTINEL + 1, SENTINEL + 2, SENTINEL + 3)
+        flush = self.flush_template = Template(wire.Chunks(()), wire.Chunk(*ids, marks[0], marks[1], marks[2]), n)
         self.payload_at = [flush.at(mark) for mark in marks]
         self.offset_at = flush.number(ids[2])
         flush.put(flush.number(ids[0]), [lease.sample_id for lease in held])

@@ -19,8 +19,8 @@ from typing import Any
 import msgspec
 
 from scavenger import interpreter, keys
+from scavenger.clock import Clock
 from scavenger.config import RouterSection
-from scavenger.daemon import Clock
 from scavenger.ledger import reader, store
 from scavenger.ledger.records import GroupState
 from scavenger.ledger.writer import Writer, WriterState
@@ -205,8 +205,8 @@ def read_settings(url: str) -> dict[str, str]:
     try:
         with engine.connect() as connection:
             if connection.dialect.name == "sqlite":
-                names = ("journal_mode", "synchronous", "wal_autocheckpoint", "page_size", "cache_size")
-                told = {name: str(connection.exec_driver_sql(f"PRAGMA {name}").scalar()) for name in names}
+                pragmas = ("journal_mode", "synchronous", "wal_autocheckpoint", "page_size", "cache_size")
+                told = {name: str(connection.exec_driver_sql(f"PRAGMA {name}").scalar()) for name in pragmas}
                 told["synchronous"] += {"2": " (FULL)", "1": " (NORMAL)", "0": " (OFF)", "3": " (EXTRA)"}.get(told["synchronous"], "")
                 return {"sqlite": str(connection.exec_driver_sql("SELECT sqlite_version()").scalar())} | told
             names = ("server_version", "synchronous_commit", "fsync", "full_page_writes", "wal_sync_method", "shared_buffers")

@@ -81,7 +81,7 @@ class Site:
         """Every worker holds `SAMPLES` leases."""
         spec = EngineSpec("reference", "{}", "float32", SAMPLES, 4096)
         self.call(OpenRun(PROTOCOL, "r", 0, "{}", spec, "", True, WORKERS, 1, 0, "h", 1))
-        self.call(PublishVersion(1, 0, b"root", b"m", WeightSource("e", "k", b"t")))
+        self.call(PublishVersion(1, 0, b"root", b"m", (WeightSource("e", "k", b"t"),)))
         prompt = pack_tokens(range(32))
         groups = tuple(GroupSpec(i, prompt, 8, Sampling(TOKENS)) for i in range(WORKERS * SAMPLES // 8))
         self.call(SubmitGroups(1, 1, "train", groups))

@@ -141,7 +141,8 @@ class Ours:
 
 
 def _plain(tensor: Any) -> torch.Tensor:
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()
+    whole: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole.detach().clone()
 
 
 class Clock(TrainerCallback):  # type: ignore[misc]  # transformers has no types

@@ -42,7 +42,7 @@ def make(nbytes: int, version: int = 1) -> tuple[manifests.Manifest, Buffer]:
     block = np.random.default_rng(version).integers(0, 256, MIB, dtype=np.uint8)
     for start in range(0, nbytes, MIB):
         block[:8] = np.frombuffer(start.to_bytes(8, "little"), dtype=np.uint8)
-        buffer.view[start : start + MIB] = memoryview(block)
+        buffer.view[start : start + MIB] = block.data
     table = manifests.layout({"w": ("bfloat16", (nbytes // 2,))})
     size = manifests.chunk_nbytes_of(nbytes)
     return manifests.seal(version, table, manifests.hashes_of(buffer.view, size), chunk_nbytes=size), buffer
@@ -68,7 +68,7 @@ def receive(streams: int) -> None:
     manifest = manifests.decode(bytes.fromhex(told["manifest"]))
     address = msgspec.msgpack.decode(bytes.fromhex(told["source"]), type=wire.WeightSource)
     memory: Buffer | None = None
-    found = {}
+    found: dict[str, float] = {}
     for name in ("first", "next"):  # the next one writes where the last one but one was, as an engine does
         began, cpu = time.monotonic(), time.process_time()
         memory = asyncio.run(_pull(manifest, address, streams, memory))
@@ -96,7 +96,8 @@ def one_receiver(nbytes: int, how: str, streams: int) -> dict[str, float]:
         line = sender.stdout.readline()
         done = subprocess.run([*me, "--receive", "--streams", str(streams)], input=line, capture_output=True, text=True, check=True)
         told, _ = sender.communicate("")
-    return json.loads(done.stdout) | json.loads(told)
+    found: dict[str, float] = json.loads(done.stdout) | json.loads(told)
+    return found
 
 
 def iperf(streams: int, seconds: float = 3.0) -> tuple[float, float]:
@@ -217,7 +218,7 @@ def main() -> None:
             # A script's own folder stands first on the path, and there benchmarks/trainer.py would hide the package of that name.
             sys.path.append(sys.path.pop(0))
             sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-            import weights_steps as steps  # torch; beside this file
+            from benchmarks import weights_steps as steps  # torch
 
             if "delta" in parts:
                 steps.show_deltas()

@@ -27,6 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from scavenger.config import RunConfig
 from scavenger.ledger import store
 from scavenger.weights import delta
+from scavenger.weights import manifest as manifests
 from scavenger.weights.source import WeightSource
 from trainer import __main__ as program
 from trainer import comm, publish, tiny
@@ -111,7 +112,7 @@ class AtEachRate(Ranks):
 
 def cast(learner: Learner) -> memoryview:
     parts = [value.reshape(-1).to(torch.bfloat16) for _, value in learner.shards(learner.shapes())]
-    return memoryview(torch.cat(parts).view(torch.uint8).numpy())
+    return torch.cat(parts).view(torch.uint8).numpy().data
 
 
 def grpo_step(folder: Path, prompts: int, samples: int, *, lottery: bool) -> tuple[AtEachRate, dict[str, float]]:
@@ -257,10 +258,10 @@ def _alone(learner: Learner) -> tuple[float, float]:
     for _ in publish._copy(flat, learner, of, base=False):
         pass
     copied = time.monotonic()
-    view = memoryview(flat.numpy())
+    view = flat.numpy().data
     for shard in of.plan.shards:
         if shard.owner == learner.mesh.get_local_rank():
-            publish.manifests.hashes_of(view[shard.start : shard.stop], of.chunk_nbytes)
+            manifests.hashes_of(view[shard.start : shard.stop], of.chunk_nbytes)
     return copied - began, time.monotonic() - copied
 
 

@@ -15,7 +15,7 @@ STARTED_AT = time.monotonic()
 # Until there is something to say goodbye to, SIGTERM means: leave now, and come back.
 signal.signal(signal.SIGTERM, lambda _number, _frame: os._exit(75))
 
-import argparse  # noqa: E402
+import argparse  # noqa: E402  after the handler, as all that follows: imports take seconds, and a notice may come within them
 import asyncio  # noqa: E402
 import secrets  # noqa: E402
 import socket  # noqa: E402

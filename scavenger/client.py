@@ -23,13 +23,13 @@ from pathlib import Path
 
 import msgspec
 import structlog
-import zmq
 
 from scavenger import keys, wire
 from scavenger.config import RunConfig
+from scavenger.connection import Connection
 from scavenger.errors import CheckpointAhead, DaemonUnavailable, LedgerRestored, Refused, StaleAttempt, WireError
 from scavenger.keepalive import KeepAlive
-from scavenger.patience import SILENT_S, Patience
+from scavenger.patience import SILENT_S
 from scavenger.weights import manifest as manifests
 from scavenger.weights.manifest import Manifest
 
@@ -42,93 +42,17 @@ STALLED_LOG_S = 60.0
 MISSING_S = 3.0
 
 
-class Client:
-    """A connection to the daemon that a state directory's rendezvous file names. `give_up_s`: how long a daemon may be away."""
+class Client(Connection):
+    """A trainer's connection: `open_run` gives the handle of a run."""
 
     def __init__(self, state_dir: Path, key: keys.KeyPair, give_up_s: float = 600.0) -> None:
-        self._state_dir = state_dir
-        self._key = key
-        self.give_up_s = give_up_s
-        self._context = zmq.Context()
-        self._socket: zmq.Socket[bytes] | None = None
-        self._next_id = 1
-        self.generation = 0
-        self.patience = Patience(time.monotonic())
-        self._rendezvous: keys.Rendezvous | None = None
+        super().__init__(state_dir, key, give_up_s)
         self._alive: list[KeepAlive] = []
-
-    @classmethod
-    def connect(cls, state_dir: Path, key_path: Path | None = None, give_up_s: float = 600.0) -> Client:
-        """Read the key (default: the owner's) and connect. Raises `AuthError`, `DaemonUnavailable`."""
-        client = cls(state_dir, keys.read_keypair(key_path or keys.owner_key_path(state_dir)), give_up_s)
-        try:
-            client.reconnect()
-        except BaseException:  # a Ctrl-C too: its context would outlive it
-            client.close()
-            raise
-        return client
-
-    def __enter__(self) -> Client:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
 
     def close(self) -> None:
         for alive in self._alive:
             alive.stop()
-        if self._socket is not None:
-            self._socket.close(linger=500)
-            self._socket = None
-        self._context.term()
-
-    def reconnect(self) -> None:
-        """A fresh socket to whatever daemon the rendezvous file names now."""
-        rendezvous = keys.read_rendezvous(self._state_dir)
-        if self._socket is not None:
-            self._socket.close(linger=0)
-        self._socket = self._open(rendezvous)
-        self.generation, self._rendezvous = rendezvous.generation, rendezvous
-        self.patience.connected(time.monotonic())
-
-    def is_silent(self) -> bool:
-        """Whether to give this connection up: nothing came for as long as it may take, or the daemon is another one by now."""
-        silent = self.patience.silence(time.monotonic())
-        return silent > self.patience.limit or (silent > SILENT_S and self._is_elsewhere())
-
-    def _is_elsewhere(self) -> bool:
-        try:
-            return keys.read_rendezvous(self._state_dir) != self._rendezvous
-        except DaemonUnavailable:
-            return True
-
-    def _open(self, rendezvous: keys.Rendezvous | None = None) -> zmq.Socket[bytes]:
-        rendezvous = rendezvous or keys.read_rendezvous(self._state_dir)
-        socket = self._context.socket(zmq.DEALER)
-        socket.curve_serverkey = rendezvous.server_key.encode()
-        socket.curve_publickey, socket.curve_secretkey = self._key.public.encode(), self._key.secret.encode()
-        socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_MESSAGE_BYTES)
-        socket.setsockopt(zmq.RCVHWM, 0)  # completed groups wait here while the trainer computes
-        socket.connect(rendezvous.endpoint)
-        return socket
-
-    def send(self, run: str, attempt: int, body: wire.CallBody) -> int:
-        """Send one call and return its id."""
-        assert self._socket is not None
-        call = wire.Call(self._next_id, run, attempt, body)
-        self._next_id += 1
-        self._socket.send(wire.encode(call))
-        self.patience.asked(time.monotonic())
-        return call.id
-
-    def receive(self, timeout_s: float) -> wire.ToTrainer | None:
-        """The next message, or None after `timeout_s`."""
-        assert self._socket is not None
-        if not self._socket.poll(max(0, int(timeout_s * 1000))):
-            return None
-        message = wire.decode_to_trainer(self._socket.recv())
-        self.patience.heard(time.monotonic(), group=isinstance(message, wire.GroupDone))
-        return message
+        super().close()
 
     def open_run(
         self, config: RunConfig, *, engine: wire.EngineSpec, tokenizer: str, resume_step: int, host: str = "", job_id: int = 0

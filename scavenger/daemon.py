@@ -22,6 +22,7 @@ import sqlalchemy as sa
 import structlog
 
 from scavenger import __version__, interpreter, keys, ownership
+from scavenger.announcement import Announcement
 from scavenger.clock import Clock
 from scavenger.cluster.port import Cluster
 from scavenger.config import DaemonConfig
@@ -33,7 +34,7 @@ from scavenger.ledger import experience, reader, retention, store, transaction
 from scavenger.ledger.faults import REMEDIES, explain
 from scavenger.ledger.keeper import Keeper
 from scavenger.ledger.records import Event, GroupState, Heartbeat
-from scavenger.ledger.transaction import Announced, Generation
+from scavenger.ledger.transaction import Generation
 from scavenger.ledger.writer import Writer, WriterState
 from scavenger.observe import status
 from scavenger.observe.sdnotify import Notifier
@@ -66,7 +67,7 @@ class Daemon:
         self.stop = asyncio.Event()
         self.failure: BaseException | None = None
         self.harvester: Harvester | None = None
-        self._rendezvous: keys.Rendezvous | None = None
+        self._announcement = Announcement(self.state_dir, config.daemon)
 
     async def run(self) -> int | None:
         """Serve until SIGTERM, SIGINT or `stop`. The generation that it was; None when it was told to stop before it had one.
@@ -110,14 +111,7 @@ class Daemon:
             self.failure = self.failure or error
             raise
         finally:
-            self.front.notifier.stopping("committing what was received")
-            durable = await asyncio.to_thread(writer.close)
-            if durable and self.failure is None:
-                await asyncio.to_thread(self._release, generation)
-            await asyncio.to_thread(self._tell_end, look())
-            server.close()
-            self._ownership.close()
-            self.front.close()
+            await self._shut(server, writer, generation, look)
         if self.failure is not None:
             raise self.failure
         return int(generation)
@@ -146,6 +140,17 @@ class Daemon:
                 task.cancel()
                 with contextlib.suppress(asyncio.CancelledError):
                     await task
+
+    async def _shut(self, server: Server, writer: Writer, generation: Generation, look: Callable[[], status.Status]) -> None:
+        """What was received is committed first; then a successor is told, and everything is closed."""
+        self.front.notifier.stopping("committing what was received")
+        durable = await asyncio.to_thread(writer.close)
+        if durable and self.failure is None:
+            await asyncio.to_thread(self._release, generation)
+        await asyncio.to_thread(self._tell_end, look())
+        server.close()
+        self._ownership.close()
+        self.front.close()
 
     def _broken(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """A callback raised: a bug. Going on with half an event would corrupt the core, so the daemon ends; a restart rebuilds it."""
@@ -230,7 +235,7 @@ class Daemon:
 
         writer = Writer(
             self.config.ledger_url, socket.gethostname(), os.getpid(), __version__, self.clock,
-            on_commit=committed, on_state=changed, announced=self._announced(),
+            on_commit=committed, on_state=changed, announced=ownership.announced(self.state_dir),
         )  # fmt: skip
         writer.start()
         return writer
@@ -338,20 +343,13 @@ class Daemon:
         await asyncio.wait({ours, stopped}, return_when=asyncio.FIRST_COMPLETED)
         for task in (ours, stopped):
             task.cancel()
-        if self.stop.is_set() or self._announced().generation > generation:
+        if self.stop.is_set() or self._announcement.newest() > generation:
             return
-        listen = self.config.daemon.listen
-        host = self.config.daemon.advertise or (socket.gethostname() if listen == "0.0.0.0" else listen)
-        endpoint = f"tcp://{host}:{port}"
-        self._rendezvous = keys.Rendezvous(endpoint, public, int(generation), os.getpid(), socket.gethostname(), generation.uid)
-        keys.write_rendezvous(self.state_dir, self._rendezvous)
+        endpoint = self._announcement.publish(public, port, generation)
         self.front.notifier.ready(f"serving at {endpoint}, generation {int(generation)}")
         log.info("serving", endpoint=endpoint, generation=int(generation), ledger=store.parse(self.config.ledger_url).render_as_string())
 
     # ---------------------------------------------------------------- files that change
-
-    def _announced(self) -> Announced:
-        return ownership.announced(self.state_dir)
 
     async def _beat(self, server: Server) -> None:
         """A commit now and then, also when nothing happens: by it others know that we live, and we that we are not fenced."""
@@ -371,15 +369,10 @@ class Daemon:
                 log.warning("owners not read again; those known stay", reason=str(error))
 
     def _defend_rendezvous(self) -> None:
-        """An older daemon's announcement is replaced. A newer one ends this daemon, whatever ledger that one writes to."""
-        if self._rendezvous is None:
-            return
-        announced, mine = self._announced().generation, self._rendezvous.generation
-        if announced < mine:
-            keys.write_rendezvous(self.state_dir, self._rendezvous)
-        elif announced > mine:
-            why = f"another daemon owns this ledger now, or has another: generation {announced} was announced in {self.state_dir}"
-            self.failure = Fenced(f"{why}; this daemon's is {mine}", "let only one daemon run on a ledger and a state directory")
+        """A newer daemon's announcement ends this daemon, whatever ledger that one writes to."""
+        why = self._announcement.defend()
+        if why:
+            self.failure = Fenced(why, "let only one daemon run on a ledger and a state directory")
             self.stop.set()
 
 

@@ -119,9 +119,12 @@ def _cluster(config: DaemonConfig) -> None:
 def report(path: Path, config: DaemonConfig) -> tuple[list[str], bool]:
     """Lines for a terminal, and whether a daemon could start."""
     findings = list(check(config))
-    said = [f"{path} is well-formed. It means:", *(f"  {line}" for line in explain(config, getpass.getuser(), socket.gethostname()))]
+    refused = [finding.what for finding in findings if finding.problem]
+    verdict = f", and a daemon would not start with it: see REFUSED below ({', '.join(refused)})" if refused else ""
+    said = [f"{path} is well-formed{verdict}. It means:"]
+    said += [f"  {line}" for line in explain(config, getpass.getuser(), socket.gethostname())]
     said.append("A daemon that starts with it now:")
     for finding in findings:
         said += [f"  {'ok     ' if not finding.problem else 'REFUSED'}  {finding.what}{f' ({finding.note})' if finding.note else ''}"]
         said += [f"           {line}" for line in finding.problem.splitlines()]
-    return said, not any(finding.problem for finding in findings)
+    return said, not refused

@@ -42,6 +42,8 @@ PURE = (
     "scavenger/doctor/notice.py",
     "scavenger/doctor/rules*.py",
     "scavenger/harvest/autoscale.py",
+    "scavenger/harvest/holds.py",
+    "scavenger/harvest/intents.py",
     "scavenger/harvest/pace.py",
     "scavenger/harvest/policy.py",
     "scavenger/harvest/states.py",

@@ -44,6 +44,7 @@ def test_a_configuration_that_a_daemon_would_take_is_explained_and_leaves_no_tra
         assert everything_below(tmp_path / "state") == before, "the ledger is not made by asking"
     assert code == 0, said
     assert "REFUSED" not in said
+    assert f"{path} is well-formed. It means:\n" in said
     for text in ("partition scavenge, backend local", "3 idle GPUs are always left alone", "account ml", "tokens of every sample are kept"):
         assert text in said
 
@@ -55,8 +56,9 @@ def test_all_that_a_daemon_would_refuse_is_told_at_once(tmp_path: Path, monkeypa
     assert code == 2
     refused = [line.split(maxsplit=1)[1] for line in said.splitlines() if line.strip().startswith("REFUSED")]
     assert refused == ["state and keys", "ledger", "job template", "cluster and partition"]
-    for text in ("scavenger init", "network file system (nfs4)", "nowhere.j2", "sbatch is not on PATH"):
+    for text in ("scavenger init", "network file system (nfs4)", "nowhere.j2", "sbatch is not on PATH", "module load slurm"):
         assert text in said
+    assert "scavenger.toml is well-formed, and a daemon would not start with it: see REFUSED below (state and keys, ledger, " in said
 
 
 def test_a_ledger_that_is_not_there_yet_is_said_to_be_made(tmp_path: Path) -> None:

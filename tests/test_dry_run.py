@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import structlog
@@ -13,6 +14,7 @@ from scavenger import dry_run, toml
 from scavenger.cli import app
 from scavenger.cluster.local import LocalServer
 from scavenger.cluster.model import ClusterInfo, ClusterView, JobSpec
+from scavenger.cluster.port import Cluster
 from scavenger.config import DaemonConfig
 from scavenger.errors import ClusterUnavailable
 from tests.harvest.views import INFO
@@ -28,7 +30,7 @@ def _own_logging() -> Iterator[None]:
 def test_decisions_are_printed_and_nothing_is_submitted_or_written(tmp_path: Path) -> None:
     with LocalServer(tmp_path / "cluster") as server:
         path = tmp_path / "scavenger.toml"
-        document = {
+        document: dict[str, Any] = {
             "daemon": {"state_dir": tmp_path / "state"},
             "cluster": {"backend": "local", "local_dir": server.dir},
             "harvest": {"partition": "scavenge", "max_engines": 3, "headroom_gpus": 10},
@@ -75,7 +77,7 @@ def test_a_cluster_that_does_not_answer_is_said_and_asked_again(tmp_path: Path) 
     config = DaemonConfig.model_validate({"daemon": {"state_dir": tmp_path}, "cluster": {"observe_s": 7.0}})
     said: list[str] = []
     waits: list[float] = []
-    dry_run.run(config, Silent(), said.append, looks=2, clock=lambda: 1000.0, wait=waits.append)
+    dry_run.run(config, cast(Cluster, Silent()), said.append, looks=2, clock=lambda: 1000.0, wait=waits.append)
     assert "nothing is decided: squeue gave no answer within 20 s" in said[1]
     assert "0 GPUs idle" in said[2]
     assert waits == [7.0]
@@ -86,5 +88,5 @@ def test_what_stops_the_daemon_stops_its_dry_run(tmp_path: Path) -> None:
     stop.write_text("drain maintenance until noon\n")
     config = DaemonConfig.model_validate({"daemon": {"state_dir": tmp_path}, "harvest": {"stop_file": stop}})
     said: list[str] = []
-    dry_run.run(config, Silent(), said.append, looks=2, clock=lambda: 1000.0, wait=lambda _s: None)
+    dry_run.run(config, cast(Cluster, Silent()), said.append, looks=2, clock=lambda: 1000.0, wait=lambda _s: None)
     assert "maintenance until noon" in "\n".join(said)

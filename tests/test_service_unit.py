@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -100,7 +101,7 @@ def test_the_daemon_and_slurm_s_commands_need_no_system_call_that_the_unit_refus
     assert {"read", "openat"} <= allowed
     assert {"chown", "setuid"} <= refused
     keys.init_state(tmp_path / "state", "ada")
-    document = {
+    document: dict[str, Any] = {
         "daemon": {"state_dir": tmp_path / "state"},
         "cluster": {"backend": "slurm", "observe_s": 1.0},
         "prometheus": {"listen": "127.0.0.1:0"},
@@ -127,11 +128,11 @@ def test_the_daemon_and_slurm_s_commands_need_no_system_call_that_the_unit_refus
     assert used & refused == set()
 
 
-def ledger_has(url: str, sql: str) -> int:
+def ledger_has(url: str, sql: str) -> bool:
     try:
-        return int(fetch(url, sql)[0][0])
+        return bool(fetch(url, sql)[0][0])
     except (LedgerError, sa.exc.DBAPIError):
-        return 0  # its tables are not there yet
+        return False  # its tables are not there yet
 
 
 # ---------------------------------------------------------------- for a user without an admin
@@ -156,7 +157,7 @@ def test_a_user_s_daemon_starts_and_is_reloaded_under_systemd(tmp_path: Path) ->
         pytest.skip(f"no systemd --user runs here: {why}")
     keys.init_state(tmp_path / "state", "ada")
     cluster, state_dir = {"backend": "local", "local_dir": tmp_path}, {"state_dir": tmp_path / "state"}
-    document = {"daemon": state_dir, "cluster": cluster, "harvest": {"enabled": False}}
+    document: dict[str, Any] = {"daemon": state_dir, "cluster": cluster, "harvest": {"enabled": False}}
     (tmp_path / "scavenger.toml").write_text(toml.dumps(document))
     unit = f"scavenger-test-{os.getpid()}.service"
     properties = ["Type=notify", "NotifyAccess=main", "WatchdogSec=60", "ExecReload=/bin/kill -HUP $MAINPID"]

@@ -31,7 +31,8 @@ def backend(config: DaemonConfig) -> Cluster:
     if shutil.which("sbatch") is None:
         raise ConfigError(
             "no Slurm on this host: sbatch is not on PATH",
-            'run the daemon on a login node, or set backend = "local" and local_dir in [cluster]',
+            "run this where sbatch works (a login node; perhaps `module load slurm` first). Without Slurm: "
+            '`scavenger demo --backend local` to try it, or backend = "local" and local_dir in [cluster]',
         )
     commands = SlurmCluster(timeout_s=section.command_timeout_s, output=section.command_output)
     if section.backend == "slurm":

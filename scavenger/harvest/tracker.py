@@ -8,26 +8,25 @@ No single observation is trusted: a job that is not listed, or is listed as fini
 least twice. What can be said at once is that an *incarnation* is over (its restart count grew, it is pending again, it is completing or
 finished): the router moves its samples then, and fencing makes an early move safe.
 
-Owns the intents and their holds. Knows nothing of commands, keys or demand; `now` is given.
+Owns the intents; `holds` follows what they hold. Knows nothing of commands, keys or demand; `now` is given.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 
 from scavenger.cluster.model import ClusterView, Job, JobState
 from scavenger.harvest import sights
 from scavenger.harvest.actions import Code, Leaving, OurJob
 from scavenger.harvest.health import Health, HealthRules
+from scavenger.harvest.holds import Holds
+from scavenger.harvest.intents import Draft, Hold, Tracked
 from scavenger.harvest.sights import Sight, Stage
 from scavenger.ledger import records as rec
 from scavenger.router.events import JobGone
 
-#: An engine that failed sooner than this after its start "died at once".
-SHORT_LIFE_S = 60.0
 #: A job that has waited in the queue for longer than this may wait for hours: it is no reason to look often.
 EXPECTED_S = 180.0
 _LOST_NODE = frozenset({"down", "not_responding", "fail", "failing", "error", "unknown"})
@@ -53,59 +52,6 @@ class Output:
     ended: tuple[str, ...] = ()
 
 
-@dataclass(slots=True)
-class Hold:
-    """One incarnation that holds GPUs."""
-
-    restart_count: int
-    node: str
-    started_at: float
-
-
-@dataclass(slots=True)
-class Tracked:
-    """One intent that is not closed."""
-
-    intended: rec.JobIntended
-    job_id: int = 0
-    stage: Stage = Stage.UNKNOWN
-    seen: tuple[str, str, str, int] = ("", "", "", 0)  # (state, flags, node, restart count) as last recorded
-    job: Job | None = None  # as last listed
-    last_state: str = ""
-    held: str = ""
-    hold: Hold | None = None
-    last_hold: int = -1  # the restart count of the newest hold in the ledger: each is recorded once
-    told: int = -1  # the newest incarnation of which the router knows that it is over
-    since: float = 0.0  # when it entered its stage
-    known_at: float = 0.0  # when the present stage was last confirmed
-    unseen_since: float | None = None
-    unseen: int = 0
-    leaving: Leaving = Leaving.NO
-    asked_at: float = 0.0
-    why_leaving: str = ""
-    code_leaving: Code | None = None
-    pinned: str = ""  # the node that it was submitted for; unknown after a restart
-    worked: bool = False  # its engine held leases
-    inherited: bool = False  # a daemon before this one submitted it, perhaps for another release
-
-    @property
-    def intent_id(self) -> str:
-        return self.intended.intent_id
-
-
-@dataclass(slots=True)
-class _Draft:
-    """An `Output` being written."""
-
-    now: float
-    records: list[rec.Record] = field(default_factory=list)
-    gone: list[JobGone] = field(default_factory=list)
-    ended: list[str] = field(default_factory=list)
-
-    def finish(self, strangers: Iterable[int] = ()) -> Output:
-        return Output(tuple(self.records), tuple(self.gone), tuple(sorted(strangers)), tuple(self.ended))
-
-
 class Tracker:
     """See the module. Not shared between threads."""
 
@@ -114,7 +60,7 @@ class Tracker:
         self.health = Health(rules.health)
         self.intents: dict[str, Tracked] = {}
         self._quarantined: dict[str, str] = {}
-        self._preempted: deque[float] = deque(maxlen=10_000)
+        self._holds = Holds(self.health)
 
     # ---------------------------------------------------------------- what we did
 
@@ -165,7 +111,7 @@ class Tracker:
 
     def observe(self, view: ClusterView, now: float) -> Output:
         """Compare a view with what we know. Records, events and ends come in the order of intent ids."""
-        draft = _Draft(now)
+        draft = Draft(now)
         listed, strangers = self._match(view)
         self._forget_reused(draft, listed, view)
         lost = {node.name for node in view.nodes if node.states & _LOST_NODE}
@@ -174,7 +120,7 @@ class Tracker:
         for intent_id in draft.ended:
             del self.intents[intent_id]
         self._note_quarantine(draft)
-        return draft.finish(strangers)
+        return Output(tuple(draft.records), tuple(draft.gone), tuple(sorted(strangers)), tuple(draft.ended))
 
     def _match(self, view: ClusterView) -> tuple[dict[str, Job], list[int]]:
         """Which listed job is which intent's, and jobs that carry our uid for an intent that the ledger does not have.
@@ -199,7 +145,7 @@ class Tracker:
                 strangers.append(job.job_id)  # a second job of one intent: its submission was repeated behind our back
         return listed, strangers
 
-    def _forget_reused(self, draft: _Draft, listed: Mapping[str, Job], view: ClusterView) -> None:
+    def _forget_reused(self, draft: Draft, listed: Mapping[str, Job], view: ClusterView) -> None:
         """An id that is another job's now (the controller lost its state, and counts afresh) must never be cancelled as ours."""
         absent = [intent_id for intent_id in sorted(self.intents) if intent_id not in listed]
         theirs = {job.job_id for job in view.jobs} - {job.job_id for job in listed.values()} if absent else set()
@@ -210,13 +156,13 @@ class Tracker:
                 draft.records.append(rec.Event("job_id_reused", one.intended.run_id, intent_id, why, "{}", draft.now))
                 one.job_id = 0
 
-    def _look(self, draft: _Draft, one: Tracked, job: Job | None, lost: set[str]) -> None:
+    def _look(self, draft: Draft, one: Tracked, job: Job | None, lost: set[str]) -> None:
         sight = Sight.ABSENT if job is None else sights.sight_of(job)
         target = sights.next_stage(one.stage, sight)
         if job is not None:
             self._adopt(draft, one, job)
             self._record_state(draft, one, job)
-            self._follow_hold(draft, one, job, sight, lost)
+            self._holds.follow(draft, one, job, sight, lost)
             one.job, one.last_state, one.held = job, str(job.state), sights.held_back(job)
         one.since = one.since if target is one.stage else draft.now
         one.stage = target
@@ -229,14 +175,14 @@ class Tracker:
         if one.unseen >= 2 and draft.now - one.unseen_since >= self.rules.absent_s:
             self._end(draft, one)
 
-    def _adopt(self, draft: _Draft, one: Tracked, job: Job) -> None:
+    def _adopt(self, draft: Draft, one: Tracked, job: Job) -> None:
         if not one.job_id:
             one.job_id = job.job_id
             draft.records.append(rec.JobSubmitted(one.intent_id, job.job_id, draft.now))
             why = f"job {job.job_id} carries this intent: the submission had reached Slurm"
             draft.records.append(rec.Event("job_adopted", one.intended.run_id, one.intent_id, why, "{}", draft.now))
 
-    def _record_state(self, draft: _Draft, one: Tracked, job: Job) -> None:
+    def _record_state(self, draft: Draft, one: Tracked, job: Job) -> None:
         node = job.nodes[0] if job.nodes else ""
         seen = (str(job.state), ",".join(sorted(job.flags)), node, job.restart_count)
         if seen == one.seen:
@@ -245,94 +191,7 @@ class Tracker:
         state, flags, _, restarts = seen
         draft.records.append(rec.JobObserved(one.intent_id, job.job_id, state, flags, job.reason, node, restarts, draft.now))
 
-    # ---------------------------------------------------------------- holds and incarnations
-
-    def _follow_hold(self, draft: _Draft, one: Tracked, job: Job, sight: Sight, lost: set[str]) -> None:
-        hold = one.hold
-        if hold is not None and sight is Sight.COMPLETES:
-            # Its GPUs are not free yet, whatever the restart count says already.
-            self._gone(draft, one, hold.restart_count, self._why(one, job, lost), sights.crashed(job) and hold.node not in lost)
-            return
-        if hold is not None and (sight is not Sight.HOLDS or job.restart_count != hold.restart_count):
-            self._release(draft, one, hold, job, lost)
-            hold = None
-        if hold is None and sight is Sight.HOLDS and job.restart_count > one.last_hold:
-            hold = self._take(draft, one, job)
-        elif sight is Sight.FINISHED and job.restart_count > one.last_hold and job.start_time > 0:
-            self._release(draft, one, self._take(draft, one, job), job, lost)  # it began and ended between two looks
-        if job.restart_count > 0:  # an incarnation may have come and gone unseen
-            self._gone(draft, one, job.restart_count - 1, self._requeued_by(one, None, lost), crashed=False)
-        if hold is not None and draft.now - hold.started_at >= SHORT_LIFE_S:
-            self.health.proved(hold.started_at)
-
-    def _take(self, draft: _Draft, one: Tracked, job: Job) -> Hold:
-        node = job.nodes[0] if job.nodes else ""
-        started_at = _within(job.start_time, one.known_at, draft.now)
-        one.hold = hold = Hold(job.restart_count, node, started_at)
-        one.last_hold = job.restart_count
-        gpus = job.gpus or one.intended.gpus
-        draft.records.append(rec.HoldStarted(one.intent_id, job.restart_count, job.job_id, node, gpus, started_at))
-        return hold
-
-    def _release(self, draft: _Draft, one: Tracked, hold: Hold, job: Job, lost: set[str]) -> None:
-        """The GPUs are somebody else's now. `job` is what the queue shows of it since."""
-        one.hold = hold
-        same = job.restart_count == hold.restart_count
-        why = self._why(one, job, lost) if same else sights.held_word(job) or self._requeued_by(one, hold, lost)
-        ended = job.end_time if sights.sight_of(job) is Sight.FINISHED else job.submit_time
-        ended_at = _within(ended, max(one.known_at, hold.started_at), draft.now)
-        draft.records.append(rec.HoldEnded(one.intent_id, hold.restart_count, why, ended_at))
-        if why == "preempted":
-            self._preempted.append(ended_at)
-        crashed = same and sights.crashed(job) and hold.node not in lost and one.leaving is Leaving.NO
-        self._gone(draft, one, hold.restart_count, why, crashed)
-        lived_s = ended_at - hold.started_at
-        if crashed:
-            self._blame(draft, one, hold, job, lived_s)
-        elif job.state is JobState.COMPLETED and one.leaving is Leaving.NO and not one.worked and lived_s < SHORT_LIFE_S:
-            # An engine that worked leaves when its run ends, which the router tells it before we know.
-            self.health.failed_at_once(f"job {job.job_id} on {hold.node} left by itself after {lived_s:.0f} s", draft.now)
-        one.hold = None
-
-    def _why(self, one: Tracked, job: Job, lost: set[str]) -> str:
-        """Why an incarnation is over, in the ledger's words."""
-        if one.hold is not None and one.hold.node in lost:
-            return "node_fail"
-        word = sights.HELD_BY.get(job.state, "")
-        if one.leaving is Leaving.CANCELLED and word != "completed":
-            return "cancelled"
-        if word:
-            return word
-        if job.state is JobState.PENDING:
-            return sights.held_word(job) or self._requeued_by(one, one.hold, lost)
-        return "preempted" if job.reason.startswith("preempted") else "unknown"
-
-    def _requeued_by(self, one: Tracked, hold: Hold | None, lost: set[str]) -> str:
-        """A requeue that neither we nor the job's user asked for: Slurm preempts, or loses nodes.
-
-        Our job script requeues itself only on Slurm's notice, so that is a preemption as well. Only when the job was put back because of
-        our own request to leave is it called a requeue.
-        """
-        if (hold is not None and hold.node in lost) or one.last_state in (JobState.NODE_FAIL, JobState.BOOT_FAIL):
-            return "node_fail"
-        return "requeued" if one.leaving is not Leaving.NO else "preempted"
-
-    def _gone(self, draft: _Draft, one: Tracked, incarnation: int, why: str, crashed: bool) -> None:
-        """Tell the router, once, that this incarnation and all before it are over."""
-        if incarnation > one.told:
-            one.told = incarnation
-            draft.gone.append(JobGone(one.intent_id, incarnation, f"the scheduler says: {why}", crashed))
-
-    def _blame(self, draft: _Draft, one: Tracked, hold: Hold, job: Job, lived_s: float) -> None:
-        what = f"job {job.job_id} {job.state} (exit code {job.exit_code}) after {lived_s:.0f} s"
-        draft.records.append(rec.Event("engine_died", one.intended.run_id, hold.node or one.intent_id, what, "{}", draft.now))
-        # What was refused of a predecessor's says nothing of what we submit: after an upgrade all of its jobs are, as they start.
-        if lived_s < SHORT_LIFE_S and not (one.inherited and job.exit_code == sights.REFUSED):
-            self.health.failed_at_once(what, draft.now)
-        if hold.node and job.exit_code != sights.REFUSED:
-            self.health.died(hold.node, what, draft.now)
-
-    def _end(self, draft: _Draft, one: Tracked) -> None:
+    def _end(self, draft: Draft, one: Tracked) -> None:
         """Close the intent: it was not alive for long enough."""
         if one.stage is Stage.UNKNOWN:
             state, reason = "LOST", f"it did not appear in the queue within {self.rules.absent_s:g} s: the submission never arrived"
@@ -345,12 +204,12 @@ class Tracker:
         if one.hold is not None:
             why = "cancelled" if one.leaving is Leaving.CANCELLED else "completed" if one.leaving is Leaving.GIVEN_BACK else "unknown"
             draft.records.append(rec.HoldEnded(one.intent_id, one.hold.restart_count, why, one.unseen_since or draft.now))
-            self._gone(draft, one, one.hold.restart_count, reason, crashed=False)
+            draft.over(one, one.hold.restart_count, reason, crashed=False)
         draft.records.append(rec.JobEnded(one.intent_id, state, reason, draft.now))
         draft.ended.append(one.intent_id)
         one.stage = Stage.ENDED
 
-    def _note_quarantine(self, draft: _Draft) -> None:
+    def _note_quarantine(self, draft: Draft) -> None:
         now = dict(self.health.quarantined(draft.now))
         for node in sorted(now.keys() - self._quarantined.keys()):
             draft.records.append(rec.Event("node_quarantined", 0, node, now[node], "{}", draft.now))
@@ -382,7 +241,7 @@ class Tracker:
 
     def preempted_since(self, at: float) -> int:
         """Preemptions since then that this daemon has seen."""
-        return sum(seen >= at for seen in self._preempted)
+        return sum(seen >= at for seen in self._holds.preempted)
 
     def expecting(self, now: float) -> bool:
         """Whether something is about to happen that is worth a quick look: just submitted, just preempted, asked to leave."""
@@ -417,8 +276,3 @@ class Tracker:
                 assert one.hold is None, f"{one.intent_id} is {one.stage} and holds GPUs"
             if one.stage is Stage.HOLDING:
                 assert one.hold is not None or one.job is None, f"{one.intent_id} runs without a hold"
-
-
-def _within(at: float, low: float, high: float) -> float:
-    """Slurm's own time where it lies between our two observations, else the later one: its clock need not be ours."""
-    return at if low <= at <= high else high

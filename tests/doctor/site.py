@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from scavenger.doctor.facts import Answer, Facts, Wanted
@@ -15,7 +16,7 @@ AT = float(re.findall(r"as of (\d+)", (DATA / "config.txt").read_text())[0])
 
 
 def site(
-    config: dict[str, str | None] | None = None,
+    config: Mapping[str, str | None] | None = None,
     *,
     replace: dict[str, tuple[str, str]] | None = None,
     answers: dict[str, Answer] | None = None,

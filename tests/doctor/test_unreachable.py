@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -25,7 +26,8 @@ def doctor(path: Path, *more: str) -> tuple[int, str]:
 
 def written(folder: Path, partition: str = "scavenge", **cluster: object) -> Path:
     path = folder / "scavenger.toml"
-    document = {"daemon": {"state_dir": folder}, "harvest": {"partition": partition}} | ({"cluster": cluster} if cluster else {})
+    document: dict[str, Any] = {"daemon": {"state_dir": folder}, "harvest": {"partition": partition}}
+    document |= {"cluster": cluster} if cluster else {}
     path.write_text(toml.dumps(document))
     return path
 

@@ -15,7 +15,7 @@ from scavenger.cluster.local import LocalServer
 from scavenger.cluster.model import JobState
 from scavenger.ledger import records as rec
 from scavenger.router.events import IntentRevoked
-from tests.harvest.test_driver import World, layout, running, spec, until
+from tests.harvest.world import World, layout, running, spec, until
 
 
 @pytest.fixture

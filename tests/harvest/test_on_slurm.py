@@ -14,7 +14,7 @@ from scavenger.cluster.sandbox import SlurmSandbox
 from scavenger.cluster.slurm import SlurmCluster
 from scavenger.ledger import records as rec
 from scavenger.router.events import JobGone
-from tests.harvest.test_driver import World, layout, running, spec, until
+from tests.harvest.world import World, layout, running, spec, until
 
 pytestmark = pytest.mark.slurm
 

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -50,7 +51,7 @@ def test_what_is_expected_is_looked_for_quickly_while_rpcs_are_saved_up() -> Non
 
 @pytest.mark.parametrize("mood", [{"expecting": True}, {"moved": True}, {"expecting": True, "moved": True}, {}])
 @pytest.mark.parametrize("most", [2.0, 4.0, 30.0])
-def test_over_ten_minutes_the_average_stays_below_what_the_site_allows_whatever_happens(mood: dict[str, bool], most: float) -> None:
+def test_over_ten_minutes_the_average_stays_below_what_the_site_allows_whatever_happens(mood: dict[str, Any], most: float) -> None:
     looks = play(4 * 3600, replace(RULES, max_rpc_per_min=most), **mood)
     for start in range(0, 3 * 3600, 300):
         spent = rpcs([(at, look) for at, look in looks if start <= at < start + 600 * 2])
@@ -102,7 +103,8 @@ def test_submissions_are_counted_and_put_quick_looks_off() -> None:
 
 def test_no_two_looks_are_closer_than_the_floor() -> None:
     eager = PaceRules(observe_s=1.0, quick_s=0.1, floor_s=10.0, max_rpc_per_min=1e6)
-    for mood in ({"expecting": True}, {"moved": True}, {}):
+    moods: list[dict[str, Any]] = [{"expecting": True}, {"moved": True}, {}]
+    for mood in moods:
         gaps = [b - a for (a, _), (b, _) in itertools.pairwise(play(200, eager, **mood))]
         assert min(gaps) >= 9.0
 

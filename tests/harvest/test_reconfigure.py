@@ -11,7 +11,7 @@ import pytest
 from scavenger.cluster.local import LocalServer
 from scavenger.cluster.model import JobState
 from scavenger.errors import ConfigError
-from tests.harvest.test_driver import World, layout, running, until
+from tests.harvest.world import World, layout, running, until
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -45,7 +46,7 @@ def always(*jobs: Job, **more: object) -> Scene:
 
 
 BACK = seen("PENDING", 1, reason="BeginTime")
-OVER = {"nodes": ("node1",), "end_time": 4.0}
+OVER: dict[str, Any] = {"nodes": ("node1",), "end_time": 4.0}
 THEIRS = replace(running(), name="theirs", comment="")  # the same user's, who works by hand too
 SCENES: dict[str, Scene] = {
     "PENDING": always(seen("PENDING", reason="Resources"), began=False),

@@ -22,7 +22,7 @@ from scavenger.cluster.trouble import Trouble
 from scavenger.ledger import records as rec
 from scavenger.router.events import IntentRevoked, JobGone
 from tests.clusters import empty
-from tests.harvest.test_driver import World, layout, running, spec, until
+from tests.harvest.world import World, layout, running, spec, until
 
 pytestmark = pytest.mark.slurm
 NO_ACCOUNTING = sandbox_accounting.missing(f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")

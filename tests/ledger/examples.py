@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from scavenger.ledger import records as r
-from scavenger.ledger.store import upgrade
+from scavenger.ledger.reader import rows
+from scavenger.ledger.store import open_engine, upgrade
 from scavenger.ledger.writer import Backoff, Writer, WriterState
 from scavenger.wire import pack_logprobs, pack_tokens
 
@@ -183,3 +184,16 @@ def written(url: str, submissions: Sequence[Sequence[r.Record]]) -> None:
             w.writer.submit(ticket, records)
         w.wait(lambda: bool(w.states) or (bool(w.acked) and w.acked[-1] == len(submissions) - 1))
         assert not w.states, w.states
+
+
+def event(n: int, size: int = 0) -> r.Event:
+    return r.Event("test", 0, str(n), "x" * size, "{}", float(n))
+
+
+def subjects(url: str) -> list[int]:
+    """The events in the ledger, in the order of their rows."""
+    engine = open_engine(url)
+    try:
+        return [int(subject) for (subject,) in rows(engine, "SELECT subject FROM events WHERE kind = 'test' ORDER BY id").rows]
+    finally:
+        engine.dispose()

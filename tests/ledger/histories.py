@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import sqlalchemy as sa
@@ -83,7 +84,7 @@ def keep(url: str, policy: Policy, witnessed: Witness | None = None) -> int:
         engine.dispose()
 
 
-def fetch(url: str, sql: str) -> list[tuple[object, ...]]:
+def fetch(url: str, sql: str) -> list[tuple[Any, ...]]:
     engine = store.open_readonly(url)
     try:
         return list(reader.rows(engine, sql).rows)

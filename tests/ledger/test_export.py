@@ -110,7 +110,7 @@ def test_an_export_s_memory_is_bounded(sqlite_url: str, tmp_path: Path) -> None:
     engine = store.open_engine(sqlite_url)
     with engine.connect() as connection, connection.begin():
         for start in range(0, rows, 1000):
-            values = {"sample_id": 1, "epoch": 1, "n_tokens": size, "version": 1, "worker_id": 1, "at": T0}
+            values: dict[str, object] = {"sample_id": 1, "epoch": 1, "n_tokens": size, "version": 1, "worker_id": 1, "at": T0}
             values |= {"tokens": payload, "logprobs": b"", "raw_logprobs": b""}
             connection.execute(sa.insert(schema.chunks), [{**values, "start_len": size * (start + i)} for i in range(1000)])
     engine.dispose()

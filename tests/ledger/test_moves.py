@@ -17,6 +17,7 @@ from scavenger.ledger import moves, store
 from scavenger.ledger import records as r
 from scavenger.ledger.moves import MoveLog
 from scavenger.ledger.reader import rows
+from scavenger.ledger.schema import move_log
 from scavenger.ledger.store import open_engine, upgrade
 from scavenger.ledger.transaction import Generation, commit_batch, grant_generation, open_connection
 from scavenger.ledger.writer import WriterState
@@ -164,7 +165,7 @@ def test_an_older_ledger_restored_over_this_one_is_upgraded_without_the_other_hi
     upgrade(url)
     engine = open_engine(url)
     with engine.begin() as connection:
-        connection.execute(sa.insert(moves.move_log).values(n=1, moves=b"of another history", at=1.0))
+        connection.execute(sa.insert(move_log).values(n=1, moves=b"of another history", at=1.0))
         connection.exec_driver_sql("CREATE INDEX ix_leases_worker ON leases (worker_id)")
         connection.exec_driver_sql("UPDATE alembic_version SET version_num = '0006'")
     upgrade(url)
@@ -181,7 +182,7 @@ def test_a_log_that_holds_what_nobody_logged_is_not_emptied(sqlite_url: str) -> 
         commit(connection, generation, 1, leased(), 1.0, log)
         commit(connection, generation, 2, moved(1, 2.0), 1.0, log)
         with connection.begin():
-            connection.execute(sa.insert(moves.move_log).values(n=0, moves=b"\x90", at=1.0))
+            connection.execute(sa.insert(move_log).values(n=0, moves=b"\x90", at=1.0))
         with pytest.raises(LedgerError, match="move_log held 2 batches"):
             commit(connection, generation, 3, [], 1.0, log)
     assert dump(sqlite_url)["move_log"] == [(SAMPLES,), (0,)]
@@ -212,7 +213,8 @@ def test_a_fold_that_is_tried_again_is_done_once(url: str, tmp_path: Path, monke
 
     monkeypatch.setattr("scavenger.ledger.writer.commit_batch", lossy)
     with witness(url) as w:
-        for ticket, records in enumerate([leased(), moved(1, 2.0), [chunk(3, 2, 0)]]):
+        submissions: list[list[r.Record]] = [leased(), moved(1, 2.0), [chunk(3, 2, 0)]]
+        for ticket, records in enumerate(submissions):
             w.writer.submit(ticket, records)
             w.wait_ticket(ticket)
         assert [state for state, _ in w.states] == [WriterState.LOST_CONNECTION, WriterState.OK] * 2
@@ -223,11 +225,11 @@ def test_a_log_that_cannot_be_read_stops_the_daemon_with_its_reason(url: str) ->
     upgrade(url)
     engine = open_engine(url)
     with engine.begin() as connection:
-        connection.execute(sa.insert(moves.move_log).values(n=1, moves=b"\x91\x01", at=1.0))
+        connection.execute(sa.insert(move_log).values(n=1, moves=b"\x91\x01", at=1.0))
     with pytest.raises(LedgerError, match="move_log cannot be read"):
         grant_generation(engine, "h", 1, "v", 0.0)
     with engine.begin() as connection:
-        connection.execute(sa.update(moves.move_log).values(n=2, moves=b"\x90"))
+        connection.execute(sa.update(move_log).values(n=2, moves=b"\x90"))
     with pytest.raises(LedgerError, match="holds 0 moves, not 2"):
         grant_generation(engine, "h", 1, "v", 0.0)
     with pytest.raises(LedgerError, match="moves wait in move_log"):

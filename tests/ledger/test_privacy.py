@@ -28,7 +28,8 @@ from scavenger.ledger import records as r
 from tests.ledger.examples import T0, prologue, written
 from tests.ledger.histories import answers, ended, fetch, training
 from tests.ledger.test_roles import DAEMON, Site, made_site
-from tests.router.harness import SPEC, Bench, StoredLedger, chunk_of, specs
+from tests.router.harness import SPEC, Bench, chunk_of, specs
+from tests.router.memory_ledger import StoredLedger
 from trainer import evaluation
 from trainer.__main__ import close_failed
 from trainer.algorithms.advantages import Advantages, batch_normalised, grpo
@@ -268,7 +269,7 @@ def test_an_engine_or_trainer_that_fails_with_the_prompt_in_its_words_tells_type
     assert SECRET in capsys.readouterr().out, "the worker's log has it whole"
     play.bench.say(WORKER, wire.Goodbye(wire.words(reason), notice=False, failed=True))
     with pytest.raises(KeyError) as caught:
-        {}[SECRET]
+        dict[str, str]()[SECRET]
     play.close(caught.value)
     play.ledger.close()
     seen = said(reader(place), "view")

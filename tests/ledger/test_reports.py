@@ -132,7 +132,7 @@ def test_the_life_of_a_sample_is_told_in_order(url: str) -> None:
         ("reference on n3", "epoch 1, 5 tokens in 2 chunks, version 1"), ("reference on n0", "epoch 2, 4 tokens in 1 chunks, version 1"),
     ]  # fmt: skip
     assert detail["complete"] == ("stop", "9 tokens")
-    assert re.fullmatch(r"step 1, attempt 1, reward 1(\.0+)?, advantage 0\.70*", detail["consumed"][1])  # each database's own digits
+    assert re.fullmatch(r"step 1, attempt 1, reward 1(\.0+)?, advantage 0\.70*", str(detail["consumed"][1]))  # each database's own digits
     assert [(row["who"], row["detail"]) for row in life if row["what"] == "step committed"] == [
         ("undone by attempt 2", "step 1, attempt 1, on version 1"), ("survives", "step 1, attempt 2, on version 1"),
     ]  # fmt: skip

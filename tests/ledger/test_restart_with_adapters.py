@@ -10,7 +10,8 @@ from scavenger.router.state import WorkerStatus
 from scavenger.weights import manifest as manifests
 from scavenger.wire import BaseWeights, CloseRun, Ok, PublishVersion, Serving, UseWeights, WeightsLoaded, WeightSource
 from tests.ledger.conftest import new_database
-from tests.router.harness import SOURCE, Bench, Ledger, StoredLedger, specs
+from tests.router.harness import SOURCE, Bench, specs
+from tests.router.memory_ledger import Ledger, StoredLedger
 
 JOINER, WITH_7, WITH_8 = 11, 12, 13
 LAST = 8

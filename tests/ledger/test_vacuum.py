@@ -97,6 +97,6 @@ def test_sqlite_is_not_vacuumed_while_a_writer_or_a_reader_has_it_open(sqlite_ur
 def test_a_disk_without_room_for_the_new_file_is_told_first(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     written(sqlite_url, training())
     usage = type("usage", (), {"free": 1000})
-    monkeypatch.setattr(vacuum.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr("scavenger.ledger.vacuum.shutil.disk_usage", lambda path: usage)
     with pytest.raises(LedgerError, match="and 1,000 are free"):
         vacuum.vacuum(sqlite_url)

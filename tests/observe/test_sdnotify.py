@@ -13,6 +13,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -54,7 +55,7 @@ def manager(tmp_path: Path) -> Iterator[Manager]:
 def configured(tmp_path: Path) -> Path:
     """A scavenger.toml for a daemon that harvests nothing: its local backend need not run."""
     keys.init_state(tmp_path / "state", "ada")
-    document = {
+    document: dict[str, Any] = {
         "daemon": {"state_dir": tmp_path / "state"},
         "cluster": {"backend": "local", "local_dir": tmp_path / "cluster"},
         "harvest": {"enabled": False},

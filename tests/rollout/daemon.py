@@ -67,7 +67,8 @@ class FakeDaemon:
             while True:
                 for i, message in enumerate(self.inbox):
                     if isinstance(message, kind):
-                        return self.inbox.pop(i)
+                        del self.inbox[i]
+                        return message
                 self._arrived.clear()
                 await self._arrived.wait()
 

@@ -38,7 +38,8 @@ class Reference:
         return models.config_text(model_type, **changes)
 
     def spec(self, text: str | None = None, **changes: Any) -> EngineSpec:
-        return models.spec(text or self.text(), **{"name": self.name, "dtype": self.dtype, "max_batch": self.max_batch} | changes)
+        mine: dict[str, Any] = {"name": self.name, "dtype": self.dtype, "max_batch": self.max_batch}
+        return models.spec(text or self.text(), **mine | changes)
 
     async def start(self, spec: EngineSpec) -> Engine:
         return await builder(self.name)(spec, Host("run"))

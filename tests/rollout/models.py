@@ -51,7 +51,7 @@ def plain_model(text: str, seed: int = 0, scale: float = 6.0, dtype: torch.dtype
     return model.to(dtype)
 
 
-def weights(model: Any, version: int = 1) -> tuple[Manifest, bytearray]:
+def weights(model: Any, version: int = 1) -> tuple[Manifest, memoryview]:
     """The model's weights as published: tied ones once, in the model's own dtype."""
     tensors: dict[str, tuple[str, tuple[int, ...], memoryview]] = {}
     for name, parameter in model.named_parameters():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -17,11 +17,14 @@ pytest.importorskip("peft", reason="the adapters need the [lora] extra")
 models = pytest.importorskip("tests.rollout.models")
 kinds = pytest.importorskip("tests.rollout.kinds")
 adapters = pytest.importorskip("trainer.adapters")
-from rollout.engines import lora, merging  # noqa: E402  needs torch
+from rollout.engines import lora, merging  # noqa: E402  needs torch, as all that follows
 from rollout.engines.checksum import checksum, digest  # noqa: E402
 from tests.rollout.test_engine_contract import GREEDY, finish, request  # noqa: E402
 
-Kind = kinds.Kind
+if TYPE_CHECKING:
+    from tests.rollout.kinds import Kind
+else:
+    Kind = kinds.Kind
 LORA = LoraSection(rank=2, alpha=4.0)  # beside every linear layer of the decoder: vLLM fuses some of them
 
 

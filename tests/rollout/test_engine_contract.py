@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import math
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -21,7 +21,10 @@ from scavenger.wire import EngineSpec, SampleKey, Sampling
 torch = pytest.importorskip("torch", reason="the engines need the [trainer] extra")
 models = pytest.importorskip("tests.rollout.models")
 kinds = pytest.importorskip("tests.rollout.kinds")
-Kind = kinds.Kind
+if TYPE_CHECKING:
+    from tests.rollout.kinds import Kind
+else:
+    Kind = kinds.Kind
 
 GREEDY = Sampling(max_tokens=24, temperature=0.0)
 RANDOM = Sampling(max_tokens=24)

@@ -4,43 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Iterable, Sequence
-from typing import TypeVar
 
 import msgspec
 import pytest
 
 from rollout.engines.base import Delta
 from rollout.events import (
-    EXIT_DRAINED,
-    EXIT_ENGINE_FAILED,
-    EXIT_NO_DAEMON,
-    EXIT_PREEMPTED,
-    EXIT_REFUSED,
     Abort,
-    Action,
     Add,
     AddRefused,
     Build,
     Built,
     Connect,
     Connected,
-    EngineDied,
-    Event,
     Generated,
-    Identity,
-    KeyRefused,
-    Leave,
     Limits,
     Load,
     Loaded,
     LoadFailed,
     Phase,
-    Received,
     Send,
     SleepEngine,
     Slept,
-    Terminate,
     Tick,
     Unreachable,
     WakeEngine,
@@ -48,73 +33,8 @@ from rollout.events import (
 )
 from rollout.session import LEGAL, IllegalTransition, Session
 from scavenger import wire
-from scavenger.wire import Chunk, EngineSpec, Held, Lease, SampleKey, Sampling, pack_tokens, unpack_tokens
-
-ME = Identity("harvested", "run", "5e55", 0, 17, "node1", 1, "reference", "0", 99)
-SPEC = EngineSpec("reference", "{}", "float64", 8, 128)
-WELCOME = wire.Welcome(3, 1, "run", SPEC, heartbeat_s=1.0, flush_ms=100.0, flush_tokens=4)
-LIMITS = Limits()
-A = TypeVar("A", bound=Action)
-
-
-def lease(sample: int, epoch: int = 1, version: int = 7, accepted: Sequence[int] = (), most: int = 10, stop: tuple[int, ...] = ()) -> Lease:
-    sampling = Sampling(most, stop_token_ids=stop)
-    return Lease(sample, epoch, version, pack_tokens((1, 2)), pack_tokens(accepted), sampling, 5, SampleKey("train", 0, sample, 0))
-
-
-class Talk:
-    """A session with a clock; remembers what it asked for."""
-
-    def __init__(self, limits: Limits = LIMITS) -> None:
-        self.now = 100.0
-        self.session = Session(ME, limits, self.now)
-        self.log: list[Action] = []
-
-    def do(self, event: Event) -> list[Action]:
-        actions = self.session.handle(event, self.now)
-        self.log += actions
-        return actions
-
-    def hear(self, message: wire.ToWorker) -> list[Action]:
-        return self.do(Received(message))
-
-    def wait(self, seconds: float) -> list[Action]:
-        """Let time pass, with a Tick at each deadline."""
-        end, made = self.now + seconds, []
-        while (due := self.session.next_deadline()) <= end and self.session.phase is not Phase.GONE:
-            self.now = max(due, self.now)
-            made += self.do(Tick())
-        self.now = end
-        return made
-
-    def made(self, sample: int, *tokens: int, finish: str | None = None) -> list[Action]:
-        held = self.session.work.leases.find(sample)
-        assert held is not None
-        logprobs = tuple(-float(t) for t in tokens)
-        return self.do(Generated((Delta(held.handle, tokens, logprobs, logprobs, finish),)))
-
-    def joined(self, version: int = 7) -> Talk:
-        self.do(Connected())
-        self.hear(WELCOME)
-        self.hear(wire.UseWeights(version, b"", ()))
-        self.do(Loaded(version, b"root", 0.1, 0.1))
-        self.log.clear()
-        return self
-
-    def assign(self, *leases: Lease) -> list[Action]:
-        return self.hear(wire.Assign(leases))
-
-
-def of(kind: type[A], actions: Iterable[Action]) -> list[A]:
-    return [a for a in actions if isinstance(a, kind)]
-
-
-def sent(actions: Iterable[Action]) -> list[wire.WorkerMessage]:
-    return [a.message for a in of(Send, actions)]
-
-
-def chunks(actions: Iterable[Action]) -> list[Chunk]:
-    return [c for m in sent(actions) if isinstance(m, wire.Chunks) for c in m.chunks]
+from scavenger.wire import Held, unpack_tokens
+from tests.rollout.talk import LIMITS, ME, SPEC, WELCOME, Talk, chunks, lease, of, sent
 
 
 def test_a_first_connection_greets_builds_loads_and_works() -> None:
@@ -398,130 +318,12 @@ def test_a_failed_sample_leaves_what_it_made_before() -> None:
     assert sent(t.do(AddRefused(handle, "too long"))) == [wire.SampleFailed(2, 1, "too long")]
 
 
-def test_sigterm_flushes_says_goodbye_and_leaves_on_the_ack_or_in_time() -> None:
-    for ack in (True, False):
-        t = Talk().joined()
-        t.assign(lease(1))
-        t.made(1, 1, 2)
-        actions = t.do(Terminate("SIGTERM"))
-        assert [type(m) for m in sent(actions)] == [wire.Chunks, wire.Goodbye]
-        assert sent(actions)[1] == wire.Goodbye("SIGTERM", notice=True)
-        assert of(Abort, actions)
-        (leave,) = of(Leave, t.hear(wire.GoodbyeAck()) if ack else t.wait(LIMITS.notice_s))
-        assert leave.code == EXIT_PREEMPTED
-        assert t.session.phase is Phase.GONE
-        assert t.do(Tick()) == []
-
-
-def test_sigterm_before_anybody_was_greeted_leaves_at_once() -> None:
-    assert of(Leave, Talk().do(Terminate("SIGTERM"))) == [Leave(EXIT_PREEMPTED, "SIGTERM")]
-
-
-@pytest.mark.parametrize("answered", [True, False])
-def test_sigterm_after_the_first_hello_waits_for_its_answer_to_say_goodbye(answered: bool) -> None:
-    """The daemon may know of us, and may have a lease on its way."""
-    t = Talk()
-    t.do(Connected())
-    assert not of(Leave, t.do(Terminate("SIGTERM")))
-    if answered:
-        assert sent(t.hear(WELCOME)) == [wire.Goodbye("SIGTERM", notice=True)]
-        assert of(Leave, t.hear(wire.GoodbyeAck())) == [Leave(EXIT_PREEMPTED, "SIGTERM")]
-    else:
-        assert of(Leave, t.wait(LIMITS.notice_s)) == [Leave(EXIT_PREEMPTED, "SIGTERM")]
-
-
-def test_sigterm_while_greeting_again_says_goodbye_after_the_welcome() -> None:
-    t = Talk().joined()
-    t.assign(lease(1))
-    t.hear(wire.HelloAgain("restarted"))
-    t.made(1, 1, 2)
-    assert not of(Leave, t.do(Terminate("SIGTERM")))
-    assert [type(m) for m in sent(t.hear(WELCOME))] == [wire.Chunks, wire.Goodbye]
-
-
-def test_a_drained_worker_leaves_for_good_and_a_sigterm_only_hurries_it() -> None:
-    t = Talk().joined()
-    assert sent(t.hear(wire.Drain("surplus"))) == [wire.Goodbye("surplus", notice=False)]
-    assert t.do(Terminate("SIGTERM")) == []
-    (leave,) = of(Leave, t.wait(LIMITS.notice_s))
-    assert leave.code == EXIT_DRAINED
-
-
-@pytest.mark.parametrize(
-    ("event", "code"),
-    [
-        (EngineDied("gone"), EXIT_ENGINE_FAILED),
-        (Received(wire.Rejected("old protocol", "upgrade")), EXIT_REFUSED),
-    ],
-)
-def test_each_end_has_its_exit_code(event: Event, code: int) -> None:
-    t = Talk().joined()
-    t.do(event)
-    t.wait(LIMITS.drain_s)
-    (leave,) = of(Leave, t.log)
-    assert leave.code == code
-
-
-def test_the_goodbye_of_a_dead_engine_says_that_it_died() -> None:
-    t = Talk().joined()
-    t.assign(lease(1))
-    t.made(1, 1, 2)
-    messages = sent(t.do(EngineDied("KeyError('x')")))
-    assert [type(m) for m in messages] == [wire.Chunks, wire.Goodbye]
-    assert messages[1] == wire.Goodbye("KeyError('x')", notice=False, failed=True)
-    assert [leave.code for leave in of(Leave, t.hear(wire.GoodbyeAck()))] == [EXIT_ENGINE_FAILED]
-
-
-def test_an_engine_that_dies_while_the_daemon_is_away_is_told_after_the_welcome() -> None:
-    t = Talk().joined()
-    t.assign(lease(1))
-    t.do(Unreachable("restarting"))
-    assert not of(Leave, t.do(EngineDied("gone")))
-    t.do(Connected())
-    assert sent(t.hear(WELCOME)) == [wire.Goodbye("gone", notice=False, failed=True)]
-
-
 def test_a_reserved_engine_names_its_slot_in_every_hello() -> None:
     session = Session(dataclasses.replace(ME, kind="reserved", slot="engine-1"), LIMITS, 0.0)
     for _ in range(2):
         (hello,) = sent(session.handle(Connected(), 0.0))
         assert isinstance(hello, wire.WorkerHello)
         assert hello.slot == "engine-1"
-
-
-def test_a_refused_key_is_believed_the_third_time() -> None:
-    t = Talk().joined()
-    for _ in range(2):
-        assert of(Connect, t.do(KeyRefused("no")))
-        t.do(Connected())
-    assert [leave.code for leave in of(Leave, t.do(KeyRefused("no")))] == [EXIT_REFUSED]
-
-
-def test_a_refusal_that_may_pass_is_tried_again() -> None:
-    t = Talk()
-    t.do(Connected())
-    assert of(Connect, t.hear(wire.Rejected("not open yet", "", retry=True)))
-
-
-def test_a_worker_that_is_turned_away_for_too_long_leaves_and_says_why() -> None:
-    t = Talk(Limits(orphan_s=30.0))
-    while t.session.phase is not Phase.GONE and t.now < 200:
-        t.do(Connected())
-        t.hear(wire.Rejected("run 'run' is not open", "open it", retry=True))
-        t.wait(1.0)
-    (leave,) = of(Leave, t.log)
-    assert leave == Leave(EXIT_NO_DAEMON, "turned away for 30 s: run 'run' is not open", "open it")
-    assert 130 <= t.now <= 132
-
-
-def test_a_worker_that_no_daemon_wants_gives_its_gpu_back() -> None:
-    t = Talk(Limits(orphan_s=30.0)).joined()
-    while t.session.phase is not Phase.GONE and t.now < 200:
-        if of(Connect, t.wait(1.0)):
-            t.do(Connected())
-    (leave,) = of(Leave, t.log)
-    assert leave.code == EXIT_NO_DAEMON
-    assert t.now <= 132
 
 
 def test_the_table_of_phases_is_kept() -> None:
@@ -561,7 +363,8 @@ def test_whatever_is_lost_every_token_arrives_once_and_in_order(seed: int) -> No
             if isinstance(action.message, wire.WorkerHello):
                 t.hear(WELCOME)
             elif isinstance(action.message, wire.Heartbeat):
-                t.hear(rng.choice([wire.HeartbeatAck(1), wire.HelloAgain("?")]))
+                answers: list[wire.ToWorker] = [wire.HeartbeatAck(1), wire.HelloAgain("?")]
+                t.hear(rng.choice(answers))
             elif isinstance(action.message, wire.Chunks):
                 for c in action.message.chunks:
                     tokens, have = unpack_tokens(c.tokens), got[c.sample_id]

@@ -10,7 +10,7 @@ import asyncio
 import importlib
 import signal
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -21,11 +21,14 @@ torch = pytest.importorskip("torch", reason="the engines need the [trainer] extr
 pytest.importorskip("peft", reason="the adapters need the [lora] extra")
 models = pytest.importorskip("tests.rollout.models")
 kinds = pytest.importorskip("tests.rollout.kinds")
-from rollout.engines import vllm_setup  # noqa: E402  needs torch
+from rollout.engines import vllm_setup  # noqa: E402  needs torch, as all that follows
 from tests.rollout.test_engine_adapters import Trained  # noqa: E402
 from tests.rollout.test_engine_contract import GREEDY, finish, request  # noqa: E402
 
-Kind = kinds.Kind
+if TYPE_CHECKING:
+    from tests.rollout.kinds import Kind
+else:
+    Kind = kinds.Kind
 
 
 @pytest.mark.parametrize("gpus", [1, 4])
@@ -45,7 +48,7 @@ def test_all_of_the_job_s_gpus_are_one_engine_s_ranks(gpus: int, gpu: bool, tmp_
     assert chosen.get("distributed_executor_backend") == (None if gpu else "uni" if gpus == 1 else "mp")
 
 
-class Wide(kinds.Vllm):  # type: ignore[misc]  # of a module that is imported only where torch is: Any
+class Wide(kinds.Vllm):  # type: ignore[misc, name-defined]  # of a module that is imported only where torch is: Any
     """vLLM pads a vocabulary to 64 rows and cuts that: of fewer tokens the second rank would hold padding alone, which no version names."""
 
     def text(self, model_type: str = "qwen3", **changes: Any) -> str:

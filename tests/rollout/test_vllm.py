@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import psutil
 import pytest
@@ -32,7 +32,10 @@ models = pytest.importorskip("tests.rollout.models")
 kinds = pytest.importorskip("tests.rollout.kinds")
 from tests.rollout.test_engine_contract import finish, loaded, request  # noqa: E402  needs torch
 
-Kind = kinds.Kind
+if TYPE_CHECKING:
+    from tests.rollout.kinds import Kind
+else:
+    Kind = kinds.Kind
 PATIENCE_S = 300.0  # for an engine to start on a busy machine
 M = TypeVar("M", bound=wire.Message)
 ROOT = Path(__file__).resolve().parents[2]

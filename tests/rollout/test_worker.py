@@ -1,168 +1,28 @@
-"""The worker against a real socket: in process with a scripted engine, and as the real process with the reference engine."""
+"""The worker against a real socket, in this process, with a scripted engine."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib
-import os
-import signal
-import sys
-import time
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from types import ModuleType
 
 import msgspec
 import pytest
 import zmq
 
-from rollout.engines.base import Delta, EngineInfo, Host, Request, Weight
-from rollout.events import (
-    EXIT_CANNOT_START,
-    EXIT_DRAINED,
-    EXIT_ENGINE_FAILED,
-    EXIT_PREEMPTED,
-    EXIT_REFUSED,
-    Identity,
-    Leave,
-    Limits,
-)
+from rollout.engines.base import Host
+from rollout.events import EXIT_DRAINED, EXIT_ENGINE_FAILED, EXIT_REFUSED, Limits
 from rollout.worker import Options, Worker
-from scavenger import __version__, keys, wire
+from scavenger import keys, wire
 from scavenger.errors import EngineError, WeightsError
 from scavenger.weights import manifest as manifests
 from scavenger.weights import source_zmq
 from scavenger.weights.pull import pull
 from scavenger.weights.source import WeightSource
-from scavenger.wire import EngineSpec, Held, Lease, SampleKey, Sampling, pack_tokens
+from scavenger.wire import EngineSpec, Held
 from tests.rollout.daemon import FakeDaemon
-
-SERVER, ME = keys.generate(), keys.generate()
-WHO = Identity("harvested", "run", "5e55", 0, 17, "node1", 1, "scripted", "0", 99)
-SPEC = EngineSpec("scripted", "{}", "float64", 8, 128)
-BEAT_S = 0.1
-QUICK = Limits(hello_s=0.3, backoff_s=0.02, drain_s=1.0)
-
-
-class Scripted:
-    """An engine whose token at position p is 1000 + p; one token a request every `step_s`."""
-
-    def __init__(self, step_s: float = 0.002) -> None:
-        self.requests: dict[int, tuple[Request, int]] = {}
-        self.calls: list[str] = []
-        self.dead: Exception | None = None
-        self._step_s = step_s
-        self._work = asyncio.Event()
-
-    def info(self) -> EngineInfo:
-        return EngineInfo("scripted", 8, 128, 2000)
-
-    async def load(self, version: int, tensors: Iterable[Weight], *, summed: bool = False) -> bytes:
-        self.requests.clear()
-        weights = list(tensors)
-        self.calls.append(f"load {version} {sum(len(t.data) for t in weights)}")
-        if not summed:
-            return b""
-        from rollout.engines import merging
-
-        return merging.digest(weights, {weight.name: weight.name for weight in weights})
-
-    async def add(self, request: Request) -> None:
-        if request.prompt == (666,):
-            raise EngineError("too long for the context")
-        if request.prompt == (667,):
-            raise TypeError("unsupported operand")
-        self.requests[request.handle] = (request, len(request.accepted))
-        self._work.set()
-
-    async def abort(self, handles: Iterable[int]) -> None:
-        for handle in handles:
-            self.requests.pop(handle, None)
-
-    async def next(self) -> list[Delta]:
-        while True:
-            if self.dead:
-                raise self.dead
-            if self.requests:
-                break
-            self._work.clear()
-            await self._work.wait()
-        await asyncio.sleep(self._step_s)
-        deltas = []
-        for handle, (request, position) in list(self.requests.items()):
-            finish = "length" if position + 1 >= request.sampling.max_tokens else None
-            deltas.append(Delta(handle, (1000 + position,), (-1.0,), (-2.0,), finish))
-            self.requests[handle] = (request, position + 1)
-            if finish:
-                del self.requests[handle]
-        return deltas
-
-    async def sleep(self) -> None:
-        self.requests.clear()
-        self.calls.append("sleep")
-
-    async def wake(self) -> None:
-        self.calls.append("wake")
-
-    def progress(self) -> int:
-        return 1
-
-    async def close(self) -> None:
-        self.calls.append("close")
-
-    def kill(self, error: Exception) -> None:
-        self.dead = error
-        self._work.set()
-
-
-class Stage:
-    """A worker in this process, its engine, and the daemon that it talks to."""
-
-    def __init__(self, tmp_path: Path, limits: Limits) -> None:
-        self.path = tmp_path
-        self.engine = Scripted()
-        self.daemon = FakeDaemon(tmp_path, SERVER, {ME.public})
-        self.source = WeightSource()
-        options = Options(tmp_path, ME, WHO, limits, pull_s=2.0, started_at=time.monotonic())
-        self.worker = asyncio.create_task(Worker(options, builder=lambda _name: self.build).run())
-
-    async def build(self, _spec: EngineSpec, _host: Host) -> Scripted:
-        return self.engine
-
-    def welcome(self) -> None:
-        self.daemon.send(wire.Welcome(1, self.daemon.generation, "run", SPEC, BEAT_S, 20.0, 8, relay=True))
-
-    def use(self, version: int, corrupt: bool = False) -> bytes:
-        manifest, blob = manifests.build(version, {"w": ("float32", (256,), memoryview(bytes([version]) * 1024))})
-        if corrupt:
-            blob[0] ^= 1
-        source = self.source.publish(manifest, blob)
-        self.daemon.send(wire.UseWeights(version, manifests.encode(manifest), (source,)))
-        return manifest.root
-
-    async def ready(self) -> None:
-        await self.daemon.expect(wire.WorkerHello)
-        self.welcome()
-        root = self.use(1)
-        loaded = await self.daemon.expect(wire.WeightsLoaded)
-        assert (loaded.version, loaded.root) == (1, root)
-
-    def assign(self, sample: int, most: int, epoch: int = 1, prompt: tuple[int, ...] = (1,), accepted: tuple[int, ...] = ()) -> None:
-        key = SampleKey("train", 0, sample, 0)
-        self.daemon.send(wire.Assign((Lease(sample, epoch, 1, pack_tokens(prompt), pack_tokens(accepted), Sampling(most), 0, key),)))
-
-    def restart_daemon(self) -> None:
-        """Another socket, another port, another generation; nothing is remembered."""
-        self.daemon.close()
-        self.daemon = FakeDaemon(self.path, SERVER, {ME.public}, self.daemon.generation + 1)
-
-    async def ends(self, code: int, within_s: float = 30.0) -> Leave:
-        leave = await asyncio.wait_for(self.worker, within_s)
-        assert leave.code == code
-        return leave
-
+from tests.rollout.stage import BEAT_S, ME, QUICK, SERVER, WHO, Scripted, Stage
 
 Run = Callable[[Callable[[Stage], Awaitable[None]]], None]
 
@@ -470,7 +330,7 @@ def test_an_engine_that_fails_in_an_unforeseen_way_is_dead_and_not_silent(play: 
         await stage.daemon.tokens(1, 5)
         stage.engine.kill(KeyError("rope_type"))
         goodbye = await stage.daemon.expect(wire.Goodbye)
-        assert (kind_of(goodbye.reason), goodbye.failed) == ("KeyError at test_worker.py", True)
+        assert (kind_of(goodbye.reason), goodbye.failed) == ("KeyError at stage.py", True)
         stage.daemon.send(wire.GoodbyeAck())
         await stage.ends(EXIT_ENGINE_FAILED)
 
@@ -482,7 +342,7 @@ def test_a_request_that_breaks_the_engine_kills_it_and_not_the_sample_alone(play
         await stage.ready()
         stage.assign(1, 10, prompt=(667,))
         goodbye = await stage.daemon.expect(wire.Goodbye)
-        assert (kind_of(goodbye.reason), goodbye.failed) == ("TypeError at test_worker.py", True)
+        assert (kind_of(goodbye.reason), goodbye.failed) == ("TypeError at stage.py", True)
         stage.daemon.send(wire.GoodbyeAck())
         await stage.ends(EXIT_ENGINE_FAILED)
 
@@ -576,158 +436,3 @@ async def _beat(stage: Stage, until: Callable[[wire.Heartbeat], bool] = lambda _
                 await asyncio.sleep(BEAT_S / 4)
             if until(stage.daemon.beats[-1]):
                 return
-
-
-# ---------------------------------------------------------------- the real process
-
-
-@pytest.fixture
-def program() -> Iterator[ModuleType]:
-    """`rollout.__main__`, whose import sets a handler for SIGTERM that is not for this process."""
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        yield importlib.import_module("rollout.__main__")
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-@pytest.mark.parametrize(
-    ("kind", "argv", "environment", "slot"),
-    [
-        ("reserved", [], {}, ""),
-        ("reserved", [], {"SCAVENGER_SLOT": "e1"}, "e1"),
-        ("reserved", ["--slot", "e2"], {"SCAVENGER_SLOT": "e1"}, "e2"),
-        ("harvested", [], {"SCAVENGER_SLOT": "e1"}, ""),
-    ],
-)
-def test_only_a_reserved_engine_has_a_slot(program: ModuleType, kind: str, argv: list[str], environment: dict[str, str], slot: str) -> None:
-    arguments = program._arguments(["--state-dir", "/s", "--key", "/k", "--kind", kind, "--run", "run", *argv])
-    assert program.identity(arguments, environment).slot == slot
-
-
-def test_a_slot_for_a_harvested_engine_is_refused(program: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        program._arguments(["--state-dir", "/s", "--key", "/k", "--kind", "harvested", "--run", "run", "--slot", "e1"])
-    assert "reserved engines" in capsys.readouterr().err
-
-
-def test_a_job_that_was_submitted_for_another_release_is_refused(
-    program: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Before it reads its key or asks the daemon anything."""
-    argv = ["--state-dir", str(tmp_path), "--key", "/none", "--kind", "harvested", "--run", "run", "--code", "0.0.1"]
-    assert program.main(argv, {}) == EXIT_REFUSED
-    said = capsys.readouterr().err
-    assert f"submitted for release 0.0.1, and {sys.executable} has release {__version__}" in said
-    assert "\n  remedy: restart the daemon after an upgrade" in said
-    program.check_code(__version__)
-    program.check_code("")
-
-
-@pytest.mark.parametrize(
-    ("key", "environment", "said"),
-    [("/not-mounted/worker.key", {}, "does not exist"), ("", {"SCAVENGER_GPUS": "two"}, "is not a number")],
-)
-def test_a_worker_that_lacks_something_where_it_runs_was_not_refused(
-    program: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, environment: dict[str, str], said: str
-) -> None:
-    """That may be so on this node alone, which is to be seen by the exit code."""
-    path = key or str(_key_file(tmp_path, ME))
-    argv = ["--state-dir", str(tmp_path), "--key", path, "--kind", "harvested", "--run", "run", "--code", __version__]
-    assert program.main(argv, environment) == EXIT_CANNOT_START
-    assert said in capsys.readouterr().err
-
-
-def test_arguments_of_a_later_release_are_refused_as_its_jobs_are(program: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit code 2 would be held against the node."""
-    with pytest.raises(SystemExit) as left:
-        program.main(["--state-dir", "/s", "--key", "/k", "--kind", "harvested", "--run", "run", "--of-tomorrow", "1"], {})
-    assert left.value.code == EXIT_REFUSED
-    said = capsys.readouterr().err
-    assert "--of-tomorrow" in said
-    assert f"{sys.executable} has {__version__}" in said
-
-
-@asynccontextmanager
-async def process(state_dir: Path, key: Path) -> AsyncIterator[asyncio.subprocess.Process]:
-    argv = ["-m", "rollout", "--state-dir", str(state_dir), "--key", str(key), "--kind", "harvested", "--run", "run"]
-    facts = {"SCAVENGER_JOB_ID": "17", "SCAVENGER_RESTART_COUNT": "2", "SCAVENGER_NODE": "node3", "SCAVENGER_GPUS": "1"}
-    started = await asyncio.create_subprocess_exec(
-        sys.executable, *argv, env={**os.environ, **facts, "OMP_NUM_THREADS": "1"}, stderr=asyncio.subprocess.PIPE
-    )
-    try:
-        yield started
-    finally:
-        if started.returncode is None:
-            started.kill()
-        await started.wait()
-
-
-def _key_file(tmp_path: Path, pair: keys.KeyPair) -> Path:
-    path = tmp_path / "worker.key"
-    keys.write_keypair(path, pair)
-    return path
-
-
-def test_the_process_survives_sigstop_and_leaves_on_sigterm_in_time(tmp_path: Path) -> None:
-    pytest.importorskip("torch", reason="the reference engine needs the [trainer] extra")
-    from tests.rollout import models
-
-    model = models.plain_model(models.config_text())
-    manifest, blob = models.weights(model)
-    spec = models.spec(context=500)
-
-    async def main() -> None:
-        with FakeDaemon(tmp_path, SERVER, {ME.public}) as daemon, WeightSource() as source:
-            async with process(tmp_path, _key_file(tmp_path, ME)) as worker:
-                hello = await daemon.expect(wire.WorkerHello)
-                assert (hello.job_id, hello.incarnation, hello.node, hello.gpus, hello.pid) == (17, 2, "node3", 1, worker.pid)
-                daemon.send(wire.Welcome(1, 1, "run", spec, 0.2, 20.0, 8))
-                daemon.send(wire.UseWeights(1, manifests.encode(manifest), (source.publish(manifest, blob),)))
-                await daemon.expect(wire.WeightsLoaded, 60.0)
-                leases = [
-                    Lease(i, 1, 1, pack_tokens((1, 2)), b"", Sampling(400), 3, SampleKey("train", 0, i, 0)) for i in range(16)
-                ]  # fmt: skip
-                daemon.send(wire.Assign(tuple(leases)))
-                await daemon.tokens(0, 20)
-                worker.send_signal(signal.SIGSTOP)
-                await asyncio.sleep(0.8)
-                daemon.inbox.clear()
-                worker.send_signal(signal.SIGCONT)
-                await daemon.expect(wire.Chunks)  # goes on, on the same connection
-                assert not any(isinstance(m, wire.WorkerHello) for m in daemon.inbox)
-                began = time.monotonic()
-                worker.send_signal(signal.SIGTERM)
-                goodbye = await daemon.expect(wire.Goodbye)
-                assert (goodbye.reason, goodbye.notice) == ("SIGTERM", True)
-                assert await worker.wait() == EXIT_PREEMPTED  # the daemon never acks
-                assert time.monotonic() - began < 1.0
-                assert worker.stderr is not None
-                log = (await worker.stderr.read()).decode()
-                assert ME.secret not in log
-                assert "worker.left" in log
-
-    asyncio.run(main())
-
-
-def test_a_wrong_key_ends_the_process_with_78(tmp_path: Path) -> None:
-    async def main() -> None:
-        with FakeDaemon(tmp_path, SERVER, {ME.public}):
-            async with process(tmp_path, _key_file(tmp_path, keys.generate())) as worker:
-                assert await asyncio.wait_for(worker.wait(), 90.0) == EXIT_REFUSED
-                assert worker.stderr is not None
-                assert b"does not accept this worker's key" in await worker.stderr.read()
-
-    asyncio.run(main())
-
-
-def test_a_key_that_others_can_read_ends_the_process_with_72_and_its_remedy(tmp_path: Path) -> None:
-    async def main() -> None:
-        key = _key_file(tmp_path, ME)
-        key.chmod(0o644)
-        async with process(tmp_path, key) as worker:
-            assert await asyncio.wait_for(worker.wait(), 90.0) == EXIT_CANNOT_START
-            assert worker.stderr is not None
-            assert b"chmod 600" in await worker.stderr.read()
-
-    asyncio.run(main())

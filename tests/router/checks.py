@@ -23,7 +23,7 @@ from scavenger.router.core import Core
 from scavenger.router.events import Committed, RouterEvent
 from scavenger.wire import Accepted, Ack, Assign, GoodbyeAck, GroupDone, Lease, Message, Reply, RunOpened, UseWeights, Welcome
 from tests.router.engines import MAX_TOKENS, payload
-from tests.router.harness import Ledger, plain
+from tests.router.memory_ledger import Ledger, plain
 
 ENDS = {"consumed", "filtered", "masked", "evaluated", "superseded", "poisoned", "surplus"}
 STANDING = ENDS - {"superseded", "poisoned", "surplus"} | {"open", "complete"}

@@ -194,7 +194,7 @@ class Coverage:
             plain(sample, name)
             seen[before.value, name] += 1
 
-        Sample.step = step  # type: ignore[method-assign]
+        Sample.step = step  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:

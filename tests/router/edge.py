@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import zmq
 
@@ -205,13 +206,13 @@ class Peer:
     def hear_trainer(self, timeout_s: float = 30.0) -> wire.ToTrainer | None:
         return wire.decode_to_trainer(self.socket.recv()) if self.socket.poll(int(timeout_s * 1000)) else None
 
-    def await_kind(self, kind: type, timeout_s: float = 60.0) -> wire.Message:
+    def await_kind(self, kind: type, timeout_s: float = 60.0) -> Any:
         """The next message of a kind."""
         deadline = time.monotonic() + timeout_s
         while (left := deadline - time.monotonic()) > 0:
             message = self.hear(left)
             if isinstance(message, kind):
-                return message  # type: ignore[no-any-return]
+                return message
         raise AssertionError(f"no {kind.__name__} within {timeout_s} s")
 
 
@@ -269,7 +270,7 @@ class ScriptedWorker(threading.Thread):
     def _greet(self, peer: Peer) -> None:
         self.greeted = False
         held = tuple(wire.Held(i, lease.epoch, length) for i, (lease, length) in self.leases.items())
-        said: dict[str, object] = {"protocol": self._protocol, "loaded_version": self.loaded, "held": held}
+        said: dict[str, Any] = {"protocol": self._protocol, "loaded_version": self.loaded, "held": held}
         if self._protocol > 1:
             said |= {"ledger": self.ledger, "loaded_root": b"root-%d" % self.loaded}
         peer.say(hello(self._session, **said))

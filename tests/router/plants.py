@@ -132,8 +132,8 @@ def tokens_forgotten_by_a_move(patch: pytest.MonkeyPatch) -> None:
 def version_reused_after_a_restart(patch: pytest.MonkeyPatch) -> None:
     restored = restore._restore_run
 
-    def young(state: rec.RunState, now: float) -> Any:
-        run = restored(state, now)
+    def young(core: Core, state: rec.RunState) -> Any:
+        run = restored(core, state)
         run.next_version = 1
         run.versions = {}
         return run

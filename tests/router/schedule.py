@@ -10,7 +10,7 @@ import random
 
 from tests.router.coverage import Coverage
 from tests.router.draw import draw, opening
-from tests.router.harness import Ledger
+from tests.router.memory_ledger import Ledger
 from tests.router.site import Op
 from tests.router.world import World
 

@@ -26,8 +26,9 @@ from scavenger.wire import Assign, Call, Denied, Drain, GroupDone, Message, Open
 from tests.router.checks import Truth, Watch
 from tests.router.coverage import Coverage
 from tests.router.engines import SimWorker
-from tests.router.harness import Bench, Ledger
+from tests.router.harness import Bench
 from tests.router.links import Link
+from tests.router.memory_ledger import Ledger
 from tests.router.trainers import Campaign, SimTrainer
 
 Op = list[Any]
@@ -94,7 +95,7 @@ class Daemon(Bench):
         if batch:
             self.answers.append(batch[-1].ticket)
 
-    def answer(self) -> None:
+    def answer(self) -> None:  # type: ignore[override]  # of an oldest commit, not of a call
         if self.answers:
             self.handle(Committed(self.answers.pop(0)))
 
@@ -195,10 +196,10 @@ class Site:
     def _hear(self, peer: SimWorker | SimTrainer, message: Message) -> None:
         if isinstance(peer, SimTrainer):
             if peer.hear(message):
-                self.on_reconnect(peer.name)
+                self.on_reconnect(peer.name)  # type: ignore[attr-defined]  # a World's
             return
         peer.feed(ev.Received(message))  # type: ignore[arg-type]
-        self._bury(peer)
+        self._bury(peer)  # type: ignore[attr-defined]  # a World's
 
     def on_up(self, name: int, most: int) -> None:
         """Messages of a peer arrive at the daemon. What a stopped process wrote before arrives too."""
@@ -272,7 +273,7 @@ class Site:
 
     def on_clock(self, name: int, seconds: float) -> None:
         if name in self.workers:
-            self._worker_fault("clock jumps", name)
+            self._worker_fault("clock jumps", name)  # type: ignore[attr-defined]  # a World's
             self.workers[name].clock += seconds
 
     # ---- the disk and the daemon
@@ -330,5 +331,5 @@ class Site:
                     self._rebind(link)
 
     def _sample_fault(self, kind: str) -> None:
-        for status in {s.status for s in self.daemon.router.core.samples.values()} or {None}:
+        for status in {s.status for s in self.daemon.router.core.samples.values()} or [None]:
             self.cover.fault(kind, f"sample {status.value}" if status is not None else "no sample")

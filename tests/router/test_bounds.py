@@ -84,7 +84,10 @@ def test_a_worker_that_falls_silent_and_comes_back_for_ever_is_told_of_less_and_
 @pytest.mark.parametrize("what", ["open", "publish", "checkpoint"])
 def test_a_trainer_that_commits_nothing_makes_rows_at_a_low_rate(few: int, what: str) -> None:
     bench = started()
-    kind, refused = {"open": rec.AttemptGranted, "publish": rec.VersionPublished, "checkpoint": rec.CheckpointRecorded}[what], 0
+    kinds: dict[str, type[rec.Record]] = {
+        "open": rec.AttemptGranted, "publish": rec.VersionPublished, "checkpoint": rec.CheckpointRecorded,
+    }  # fmt: skip
+    kind, refused = kinds[what], 0
     before = len(bench.ledger.log)
     for n in range(100):
         if what == "open":

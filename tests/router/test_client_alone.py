@@ -8,8 +8,9 @@ from typing import cast
 import pytest
 
 from scavenger import config, keys, wire
-from scavenger.client import Client, KeepAlive, Run, _calls_of
+from scavenger.client import Client, Run, _calls_of
 from scavenger.errors import DaemonUnavailable, WireError
+from scavenger.keepalive import KeepAlive
 
 
 def test_opening_a_run_gives_up_when_the_rendezvous_names_a_dead_daemon(tmp_path: Path) -> None:

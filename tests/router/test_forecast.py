@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import statistics
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -28,7 +29,7 @@ def drawn(rng: random.Random, groups: int, each: int = 8, mu: float = 8.0, sigma
     return found
 
 
-def learned(rng: random.Random, steps: int = 3, groups: int = 64, **like: float) -> LengthForecast:
+def learned(rng: random.Random, steps: int = 3, groups: int = 64, **like: Any) -> LengthForecast:
     forecast = LengthForecast(CAP)
     for _ in range(steps):
         step = drawn(rng, groups, **like)

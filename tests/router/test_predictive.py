@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import msgspec
 import pytest
@@ -99,7 +100,8 @@ def test_losses_and_arrivals_at_any_time_lose_no_token() -> None:
 
 @pytest.mark.parametrize("off", ["window", "placement", "rebalance", "tails"])
 def test_each_controller_can_be_switched_off(off: str) -> None:
-    where = site(Predictive("r", Settings(**{off: False})), harvested=2)
+    switched: dict[str, Any] = {off: False}
+    where = site(Predictive("r", Settings(**switched)), harvested=2)
     result = where.play(steps(1, groups=4)[0], window_s=20.0)
     assert result.seconds > 0
     if off == "window":

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.router import schedule, shrink
 from tests.router.coverage import EXCUSED, FAULTS, Coverage, excused, faults_missing, illegal, missing
-from tests.router.harness import StoredLedger
+from tests.router.memory_ledger import StoredLedger
 from tests.router.plants import PLANTS
 
 OPS = 200
@@ -42,7 +43,7 @@ def test_random_schedules_hold_every_invariant_and_get_every_step_done(number: i
     assert batch(number).samples["complete", "end"] >= 5 * EACH, "the schedules hardly trained: they prove nothing"
 
 
-def test_schedules_reach_every_legal_transition_and_every_fault_in_every_state(record_property: pytest.RecordProperty) -> None:
+def test_schedules_reach_every_legal_transition_and_every_fault_in_every_state(record_property: Callable[[str, object], None]) -> None:
     total = Coverage()
     for number in range(BATCHES):
         total.add(batch(number))

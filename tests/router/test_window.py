@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scavenger.router.forecast_service import Outstanding, Samples
 from scavenger.router.forecast_speed import Curve
-from scavenger.router.forecast_step import NEVER, Costs, Outstanding, Pool, Situation, StepModel
+from scavenger.router.forecast_step import NEVER, Costs, Pool, Situation, StepModel
 from scavenger.router.window import ALIKE, GRID, LATER, SERVE_GAIN, Serving, carried, predict, serve, size_fleet, solve
 
 LINE = Curve(0.02, 2e-3, 1e-6)
@@ -32,8 +33,9 @@ def situation(seed: int = 1, groups: int = 8, each: int = 4, reserved: int = 3, 
 def played(at: Situation, window_s: float) -> float:
     """The step, token by token: before each token samples are spread evenly over the engines that are awake; rounds of whole groups."""
     assert at.reserved.curve == at.harvested.curve
+    assert not isinstance(at.samples, Samples)
     left = [[sample.have, sample.rest, sample.group] for sample in at.samples]
-    tokens = {g: sum(s.have + s.rest for s in at.samples if s.group == g) for g in {s.group for s in at.samples}}
+    tokens: dict[float, float] = {g: sum(s.have + s.rest for s in at.samples if s.group == g) for g in {s.group for s in at.samples}}
     t, shut, whole = 0.0, False, []
     while left:
         if not shut and t >= window_s:

@@ -16,6 +16,7 @@ from scavenger.errors import ClusterError, ConfigError
 from scavenger.harvest.standing import drain
 from scavenger.simulate import presets
 from scavenger.simulate.constants import load
+from scavenger.simulate.decode import Efficiency
 from scavenger.simulate.sacct import COMMAND, NODES_COMMAND
 
 DATA = Path(__file__).resolve().parents[1] / "data/simulate"
@@ -110,7 +111,7 @@ def test_what_cannot_be_done_names_its_cause(argv: list[str | Path], says: str) 
 
 def measured(tmp_path: Path) -> Path:
     """Points of an engine whose bandwidth share is 60 %, compute share 40 % and overhead 3 ms."""
-    truth = presets.Efficiency(0.6, 0.4, 3e-3, 0.55)
+    truth = Efficiency(0.6, 0.4, 3e-3, 0.55)
     spec = presets.engine("Qwen3-8B", "H100", efficiency=truth)
     points = [
         {"batch": batch, "context": context, "tokens_per_s": spec.tokens_per_s(batch, context)}

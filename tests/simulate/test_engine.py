@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from scavenger.simulate.engine import Simulation, Streams
 def test_events_run_by_time_then_priority_then_order_of_scheduling_and_cancelled_ones_never(plan: list[tuple[int, int, bool]]) -> None:
     simulation = Simulation()
     ran: list[int] = []
-    timers = [simulation.at(time, lambda i=i: ran.append(i), priority) for i, (time, priority, _) in enumerate(plan)]
+    timers = [simulation.at(time, partial(ran.append, i), priority) for i, (time, priority, _) in enumerate(plan)]
     for timer, (_, _, cancelled) in zip(timers, plan, strict=True):
         if cancelled:
             timer.cancel()
@@ -101,7 +102,7 @@ def test_timers_that_are_moved_all_the_time_do_not_fill_the_heap() -> None:
     timer = simulation.at(1e6, lambda: ran.append(-1))
     for i in range(20_000):
         timer.cancel()
-        timer = simulation.at(1e6 + i, lambda i=i: ran.append(i))
+        timer = simulation.at(1e6 + i, partial(ran.append, i))
         assert len(simulation._heap) <= 4096
     simulation.run()
     assert ran == [19_999]

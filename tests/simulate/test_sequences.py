@@ -204,8 +204,8 @@ def test_a_moved_sample_is_prefilled_with_its_answer() -> None:
     batch = EngineBatch(H100_8B)
     batch.add([Request(1, 0, 300, 5000, 6000)], 0.0)
     assert batch.next_time() == pytest.approx(H100_8B.prefill_s(5300))
-    assert batch.advance(batch.next_time()) == [Joined(pytest.approx(H100_8B.prefill_s(5300)), (1,))]
-    assert run_out(batch)[-1] == Finished(pytest.approx(batch._since), 1, 6000)
+    assert batch.advance(batch.next_time()) == [Joined(pytest.approx(H100_8B.prefill_s(5300)), (1,))]  # type: ignore[arg-type]
+    assert run_out(batch)[-1] == Finished(pytest.approx(batch._since), 1, 6000)  # type: ignore[arg-type]
     assert batch.decoded_tokens == 1000
 
 

@@ -101,7 +101,7 @@ def test_engines_count_in_the_hours_in_which_they_work() -> None:
     # works from 600 s after its start: a 600-5400, b 4200-7200, c never. Time 0 is 10:00
     found = by_hour(engines, ready_s=600.0, end_s=7200.0, since=36_000.0, zone=UTC)
     # 10-11: a for 3000 of 3600 s; 11-12: a 1800 s, b 3000 s, and for the first 600 s a alone, so one at least
-    assert found == (Hour(10, pytest.approx(3000 / 3600), 0), Hour(11, pytest.approx(4800 / 3600), 1))
+    assert found == (Hour(10, pytest.approx(3000 / 3600), 0), Hour(11, pytest.approx(4800 / 3600), 1))  # type: ignore[arg-type]
     assert working_s(engines, 600.0) == 4800 + 3000
 
 

@@ -24,13 +24,13 @@ from tests.system.play import DEADLINE_S
 PROMPT = wire.pack_tokens([3, 1, 4, 1, 5, 9, 10])
 
 
-def build(model: Path, version: int, *, broken: bool = False) -> tuple[Manifest, bytearray]:
+def build(model: Path, version: int, *, broken: bool = False) -> tuple[Manifest, memoryview]:
     """The model's weights as a version. `broken`: one weight is not a number, so that no logit is."""
     tensors = load_file(model / "model.safetensors")
     if broken:
         name = next(name for name in sorted(tensors) if "norm" in name)
         tensors[name] = np.full_like(tensors[name], np.nan)
-    return manifests.build(version, {name: ("float32", value.shape, memoryview(value)) for name, value in tensors.items()})
+    return manifests.build(version, {name: ("float32", value.shape, value.data) for name, value in tensors.items()})
 
 
 @contextmanager

@@ -60,7 +60,7 @@ def test_a_daemon_in_a_cpu_job_comes_back_under_its_id_with_its_ledger_until_it_
 ) -> None:
     state_dir, cluster = tmp_path / "state", SlurmCluster(slurm_sandbox.env)
     keys.init_state(state_dir, "ada")
-    document = {
+    document: dict[str, Any] = {
         "daemon": {"state_dir": state_dir, "ledger": f"sqlite:///{tmp_path}/node-disk/ledger.sqlite3"},
         "cluster": {"backend": "slurm"},
         "harvest": {"enabled": False},
@@ -101,13 +101,13 @@ def test_a_job_whose_configuration_cannot_be_used_ends_and_is_not_put_back(slurm
 def test_a_run_with_a_daemon_of_its_own_harvests_and_leaves_nothing(small_model: Path, tmp_path: Path) -> None:
     state_dir = tmp_path / "state"
     keys.init_state(state_dir, "ada")
-    document = {
+    document: dict[str, Any] = {
         "daemon": {"state_dir": state_dir},
         "cluster": {"backend": "slurm", "observe_s": 1.0, "quick_s": 0.5, "absent_s": 1.0},
         "harvest": {"partition": "scavenge", "max_engines": 1, "time_limit_s": 600.0},
     }
     (tmp_path / "scavenger.toml").write_text(toml.dumps(document))
-    run = {
+    run: dict[str, Any] = {
         "run": {"name": "own", "seed": 7, "steps": 2, "state_dir": "state", "out_dir": "out", "max_engines": 1},
         "daemon": {"embedded": True},
         "model": {"path": small_model, "context_length": 32},

@@ -101,6 +101,7 @@ def publish(comm: Comm, learner: Learner, folder: Path, *, local: bool) -> dict[
     equal, deltas = [], []
     base: tuple[Manifest, Buffer] | None = None
     with Watched(local=local) as source:
+        assert isinstance(source, Watched)
         disk = Spool(folder)
         publisher = Publisher(source, disk)
         sources: Sequence[wire.WeightSource] = ()

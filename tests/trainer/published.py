@@ -73,7 +73,7 @@ def digest_of(learner: Learner, dtype: str) -> bytes:
 
 def _entry(value: Tensor, dtype: str) -> tuple[str, tuple[int, ...], memoryview]:
     raw = value.to(DTYPES[dtype]).cpu().contiguous()
-    return dtype, tuple(value.shape), memoryview(raw.view(-1).view(torch.uint8).numpy())
+    return dtype, tuple(value.shape), raw.view(-1).view(torch.uint8).numpy().data
 
 
 def _full(parameter: Tensor) -> Tensor:

@@ -17,7 +17,6 @@ import pytest
 import zmq
 
 from scavenger.config import RunConfig
-from scavenger.weights import source_zmq
 from trainer import __main__ as program
 from trainer.comm import Comm
 from trainer.ending import Ending
@@ -53,7 +52,7 @@ def main(argv: list[str]) -> int:
         patch.setattr(program, "lead", lead)
         patch.setattr(program, "make_learner", lambda *_: None)
         patch.setattr(program, "watched", lambda *_: Told())
-        patch.setattr(source_zmq.zmq, "Poller", Failing)
+        patch.setattr("scavenger.weights.source_zmq.zmq.Poller", Failing)
         return program.main(argv)
 
 

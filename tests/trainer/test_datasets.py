@@ -34,7 +34,7 @@ def config_of(model: Path, path: Path | None, *, problems: int = 1, held_out: Pa
 
 
 def problems_of(config: RunConfig, said: list[str] | None = None) -> Problems:
-    return Problems(config, open_tokenizer(config.model.path), [].append if said is None else said.append)
+    return Problems(config, open_tokenizer(config.model.path), (said if said is not None else []).append)
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -55,7 +55,7 @@ def chat_folder(model_folder: Path, tmp_path: Path) -> Path:
 
 
 ROWS = [{"question": f"{n:04d}>", "label": n, "level": n % 3} for n in range(9)]
-COLUMNS = {"prompt_field": "question", "answer_field": "label"}
+COLUMNS: dict[str, Any] = {"prompt_field": "question", "answer_field": "label"}
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,14 +23,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def run_toml(folder: Path, state_dir: str = "state", **daemon: object) -> Path:
     keys.init_state(folder / "state", "ada")
-    document = {
+    document: dict[str, Any] = {
         "daemon": {"state_dir": folder / state_dir},
         "cluster": {"backend": "local", "local_dir": folder / "cluster"},
         "harvest": {"enabled": False},
     }
     (folder / "scavenger.toml").write_text(toml.dumps(document))
     path = folder / "run.toml"
-    run = {
+    run: dict[str, Any] = {
         "run": {"name": "r", "steps": 1, "state_dir": "state", "out_dir": "out"},
         "daemon": {"embedded": True, **daemon},
         "model": {"path": "m", "context_length": 24},

@@ -17,6 +17,7 @@ from scavenger.config import RunConfig, read_run
 from scavenger.errors import ConfigError
 from tests.trainer.test_local import write_run
 from trainer import checkpoint
+from trainer.comm import Solo
 from trainer.ending import SIGNALS, TOLD_EXIT, Ending
 from trainer.local import LocalRun
 
@@ -56,7 +57,7 @@ def test_a_run_s_toml_chooses_a_verifier_with_its_options(model_folder: Path, tm
     with program._runner(config.reward) as runner:
         assert [runner.score("", said, {"answer": 12}) for said in ("5 = 5, 7 + 5 = 12", "12")] == [1.0, 0.0]
     with pytest.raises(ConfigError, match="rloo does not divide by a deviation"):
-        program.make_learner(config, program.Solo())
+        program.make_learner(config, Solo())
 
 
 def test_a_rank_on_another_host_serves_under_its_own_name_and_not_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:

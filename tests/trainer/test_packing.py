@@ -145,10 +145,11 @@ def test_a_model_whose_packed_samples_see_one_another_is_refused(
 @pytest.mark.parametrize("window", [None, 3])
 def test_samples_of_one_length_attend_as_each_alone(window: int | None) -> None:
     parts = [torch.randn(1, heads, 15, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
-    more = {"scaling": 0.3, "sliding_window": window, "max_length_q": 5}
-    together, _ = attention.packed_attention(None, *parts, None, cu_seq_lens_q=torch.tensor([0, 5, 10, 15]), **more)
+    more: dict[str, Any] = {"scaling": 0.3, "sliding_window": window, "max_length_q": 5}
+    attend: Any = attention.packed_attention
+    together, _ = attend(None, *parts, None, cu_seq_lens_q=torch.tensor([0, 5, 10, 15]), **more)
     alone = [
-        attention.packed_attention(None, *(part[:, :, at : at + 5] for part in parts), None, cu_seq_lens_q=torch.tensor([0, 5]), **more)[0]
+        attend(None, *(part[:, :, at : at + 5] for part in parts), None, cu_seq_lens_q=torch.tensor([0, 5]), **more)[0]
         for at in (0, 5, 10)
     ]
     weights = torch.randn_like(together)

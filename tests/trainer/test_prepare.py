@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -364,8 +365,8 @@ def test_what_a_draft_chooses_for_a_large_model_fits(own_model: Path, data: Path
 
 def test_an_engine_that_is_not_installed_is_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     change(run, 'name = "reference"', 'name = "vllm"')
-    real = check.importlib.util.find_spec
-    monkeypatch.setattr(check.importlib.util, "find_spec", lambda name: None if name == "vllm" else real(name))
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else real(name))
     assert 'pip install ".[vllm]"' in refused(run)["engine"]
 
 

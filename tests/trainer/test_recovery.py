@@ -15,6 +15,7 @@ from scavenger.config import AlgorithmSection, RewardSection, RunConfig
 from scavenger.errors import CheckpointAhead, ConfigError
 from trainer import __main__ as program
 from trainer import checkpoint
+from trainer.loop import Start
 from trainer.scoring import Scoring
 
 # ---------------------------------------------------------------- rewards
@@ -90,7 +91,7 @@ def begin(folder: Path, monkeypatch: pytest.MonkeyPatch, ledger_ends_at: int, re
     """The step that the run is opened from, and what was loaded on the way."""
     shards = Shards()
 
-    def open_run(config: RunConfig, spec: object, start: program.Start, source: object, stack: ExitStack) -> str:
+    def open_run(config: RunConfig, spec: object, start: Start, source: object, stack: ExitStack) -> str:
         if start.step > ledger_ends_at:
             raise CheckpointAhead(f"the ledger ends at {ledger_ends_at}", "", ledger_ends_at)
         return "run"

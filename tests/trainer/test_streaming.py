@@ -247,7 +247,8 @@ class Ahead(Recorded):
         return msgspec.structs.replace(made, samples=tuple(samples))
 
 
-AHEAD = [("grpo", {}), ("dapo", {"dynamic_sampling": False}), ("gspo", {}), ("cispo", {}), ("reinforce++", {})]
+AHEAD: list[tuple[str, dict[str, Any]]] = [("grpo", {}), ("dapo", {"dynamic_sampling": False})]
+AHEAD += [("gspo", {}), ("cispo", {}), ("reinforce++", {})]
 AHEAD += [("grpo", {"importance": "mask", "importance_cap": CAP, "importance_floor": 0.02})]
 
 

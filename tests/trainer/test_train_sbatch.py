@@ -30,7 +30,7 @@ def submitted(sandbox: SlurmSandbox, folder: Path, code: int) -> int:
     fake = folder / "python"
     fake.write_text(LAUNCHER.format(folder=folder, code=code))
     fake.chmod(0o755)
-    script = shutil.copy(SCRIPT, folder)
+    script = str(shutil.copy(SCRIPT, folder))
     told = sandbox.run(
         "sbatch", "--parsable", "--partition=reserved", f"--output={folder}/log", f"--chdir={folder}",
         f"--export=ALL,SCAVENGER_PYTHON={fake}", script, "run.toml", "--resume", "auto",

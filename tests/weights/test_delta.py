@@ -84,7 +84,7 @@ def test_steps_of_one_size_cost_a_bit_or_two_an_item_whatever_share_of_them_show
     rng = np.random.default_rng(0)
     masters = rng.normal(0, 0.02, 1 << 18).astype(np.float32)
     before, after = (memoryview((values.view("<u4") >> 16).astype("<u2").tobytes()) for values in
-                     (masters, masters + rng.choice(np.float32([-2e-5, 2e-5]), len(masters))))  # fmt: skip
+                     (masters, masters + rng.choice(np.array([-2e-5, 2e-5], np.float32), len(masters))))  # fmt: skip
     made, out = delta.encode(before, after, 2), memoryview(bytearray(len(before)))
     delta.apply_chain(before, memoryview(delta.chain([made])), out)
     assert out == after
@@ -103,7 +103,7 @@ def step(size: float, rows: float) -> tuple[memoryview, memoryview]:
     rng = np.random.default_rng(0)
     masters = (bfloat16(rng.normal(0, 0.02, 1 << 18).astype(np.float32)).astype("<u4") << 16).view("<f4")
     some = np.repeat(rng.random(len(masters) >> 8) < rows, 256)
-    moved = masters + np.float32(size) * rng.choice(np.float32([-1, 1]), len(masters)) * some
+    moved = masters + np.float32(size) * rng.choice(np.array([-1, 1], np.float32), len(masters)) * some
     return memoryview(bfloat16(masters).tobytes()), memoryview(bfloat16(moved).tobytes())
 
 

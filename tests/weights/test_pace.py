@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from scavenger import keys, wire
-from scavenger.weights import pace as pace_module
 from scavenger.weights.pace import MOST_DEBT_S, NodePace, Pace
 from scavenger.weights.source import WeightSource
 from scavenger.weights.store import Store
@@ -89,7 +88,7 @@ def test_a_file_that_cannot_be_written_leaves_each_engine_its_own_bound(tmp_path
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(pace_module.os, "pwrite", full)
+    monkeypatch.setattr("scavenger.weights.pace.os.pwrite", full)
     pace = NodePace(1e7, tmp_path, Clock())
     waits = [pace.owe(1_000_000) for _ in range(3)]
     assert [round(late - early, 6) for early, late in pairwise(waits)] == [0.1, 0.1], "a pull goes on, as fast as the bound lets it"

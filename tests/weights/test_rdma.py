@@ -140,7 +140,7 @@ class StandIn:
     def __init__(self, *_: object) -> None:
         self.calls: list[str] = []
         self.registered: set[int] = set()
-        self.during: Callable[[], None] = lambda: None  # what a collector does within a registration
+        self.during: Callable[[], object] = lambda: None  # what a collector does within a registration
 
     def _call(self, name: str) -> None:
         self.calls.append(name)

@@ -11,6 +11,7 @@ import pytest
 
 from scavenger import keys, wire
 from scavenger.weights import manifest as manifests
+from scavenger.weights import protocol
 from scavenger.weights import pull as pulls
 from scavenger.weights.manifest import Manifest, Shard
 from scavenger.weights.memory import Buffer, Pool
@@ -129,7 +130,7 @@ def test_memory_is_written_again_only_when_its_readers_lease_has_run_out() -> No
         buffer, chunks = of_rank(manifest, blob, 0)
         token = source.publish(manifest, buffer, chunks).token
         pool.give(buffer)
-        ask = pulls.channels.protocol.decode_request(pulls.channels.protocol.get(token, 1, 0))
+        ask = protocol.decode_request(protocol.get(token, 1, 0))
         assert isinstance(ask, Get)
         assert shelf.answer(ask, "reader")[1] is not None
         second, more = shared(2, ranks=2)

@@ -1,0 +1,132 @@
+"""Configuration: `scavenger.toml` (the daemon's, `site`) and `run.toml` (a run's, `run`), read once, checked once, never changed.
+
+Owns the reading, and the words for what is refused: an unknown key, a wrong unit or an impossible value is named with the file, the key
+and what is allowed. Reads files and nothing else.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from scavenger.config.run import (
+    AlgorithmSection,
+    CheckpointSection,
+    DataSection,
+    EmbeddedSection,
+    EngineSection,
+    EvalSection,
+    LoraSection,
+    ModelSection,
+    MonitorSection,
+    OptimizerSection,
+    ReservedSection,
+    RewardSection,
+    RunConfig,
+    RunSection,
+    SamplingSection,
+    TrainerSection,
+    WeightsSection,
+)
+from scavenger.config.section import Section
+from scavenger.config.site import (
+    ClusterSection,
+    DaemonConfig,
+    DaemonSection,
+    HarvestSection,
+    Hours,
+    LedgerSection,
+    PrometheusSection,
+    RouterSection,
+)
+from scavenger.errors import ConfigError
+
+__all__ = [
+    "AlgorithmSection",
+    "CheckpointSection",
+    "ClusterSection",
+    "DaemonConfig",
+    "DaemonSection",
+    "DataSection",
+    "EmbeddedSection",
+    "EngineSection",
+    "EvalSection",
+    "HarvestSection",
+    "Hours",
+    "LedgerSection",
+    "LoraSection",
+    "ModelSection",
+    "MonitorSection",
+    "OptimizerSection",
+    "PrometheusSection",
+    "ReservedSection",
+    "RewardSection",
+    "RouterSection",
+    "RunConfig",
+    "RunSection",
+    "SamplingSection",
+    "TrainerSection",
+    "WeightsSection",
+    "parse",
+    "read_daemon",
+    "read_run",
+]
+
+C = TypeVar("C", bound=Section)
+
+
+def _explain(path: Path, error: ValidationError) -> ConfigError:
+    lines = []
+    for item in error.errors():
+        key = ".".join(str(part) for part in item["loc"]) or "(file)"
+        if item["type"] == "extra_forbidden":
+            lines.append(f"{path}: unknown key {key!r}")
+        elif item["type"] == "missing":
+            lines.append(f"{path}: key {key!r} is missing")
+        else:
+            lines.append(f"{path}: {key} = {item['input']!r}: {item['msg']}")
+    return ConfigError("\n".join(lines), "every key with its unit and default is in docs/config.md")
+
+
+def parse(model: type[C], path: Path, data: dict[str, Any]) -> C:
+    """Check a parsed TOML document; `path` is named in errors. Raises `ConfigError`."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise _explain(path, error) from error
+
+
+def _read(model: type[C], path: Path) -> C:
+    try:
+        data = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}", "name it (--config, SCAVENGER_CONFIG); `scavenger init` writes one") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from error
+    return parse(model, path, data)
+
+
+def read_daemon(path: Path) -> DaemonConfig:
+    """Read `scavenger.toml`. Raises `ConfigError`."""
+    return _read(DaemonConfig, path)
+
+
+def read_run(path: Path) -> RunConfig:
+    """Read `run.toml`. Relative paths in it are relative to the file. Raises `ConfigError`."""
+    config = _read(RunConfig, path)
+    base = path.resolve().parent
+    run = config.run.model_copy(
+        update={"state_dir": base / config.run.state_dir, "out_dir": base / config.run.out_dir}
+        | ({"key": base / config.run.key} if config.run.key else {})
+    )
+    daemon = config.daemon.model_copy(update={"config": base / (config.daemon.config or "scavenger.toml")})
+    weights = config.weights
+    if weights.spool_dir:
+        weights = weights.model_copy(update={"spool_dir": base / weights.spool_dir})
+    data = config.data.model_copy(update={"path": base / config.data.path} if config.data.path else {})
+    held_out = config.eval.model_copy(update={"path": base / config.eval.path} if config.eval.path else {})
+    model = config.model.model_copy(update={"path": base / config.model.path})
+    return config.model_copy(update={"run": run, "daemon": daemon, "data": data, "eval": held_out, "model": model, "weights": weights})

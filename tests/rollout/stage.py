@@ -1,0 +1,142 @@
+"""A worker in this process with a scripted engine, and the daemon that it talks to over a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from rollout.engines.base import Delta, EngineInfo, Host, Request, Weight
+from rollout.events import Identity, Leave, Limits
+from rollout.worker import Options, Worker
+from scavenger import keys, wire
+from scavenger.errors import EngineError
+from scavenger.weights import manifest as manifests
+from scavenger.weights.source import WeightSource
+from scavenger.wire import EngineSpec, Lease, SampleKey, Sampling, pack_tokens
+from tests.rollout.daemon import FakeDaemon
+
+SERVER, ME = keys.generate(), keys.generate()
+WHO = Identity("harvested", "run", "5e55", 0, 17, "node1", 1, "scripted", "0", 99)
+SPEC = EngineSpec("scripted", "{}", "float64", 8, 128)
+BEAT_S = 0.1
+QUICK = Limits(hello_s=0.3, backoff_s=0.02, drain_s=1.0)
+
+
+class Scripted:
+    """An engine whose token at position p is 1000 + p; one token a request every `step_s`."""
+
+    def __init__(self, step_s: float = 0.002) -> None:
+        self.requests: dict[int, tuple[Request, int]] = {}
+        self.calls: list[str] = []
+        self.dead: Exception | None = None
+        self._step_s = step_s
+        self._work = asyncio.Event()
+
+    def info(self) -> EngineInfo:
+        return EngineInfo("scripted", 8, 128, 2000)
+
+    async def load(self, version: int, tensors: Iterable[Weight], *, summed: bool = False) -> bytes:
+        self.requests.clear()
+        weights = list(tensors)
+        self.calls.append(f"load {version} {sum(len(t.data) for t in weights)}")
+        if not summed:
+            return b""
+        from rollout.engines import merging  # needs torch, which a base install lacks
+
+        return merging.digest(weights, {weight.name: weight.name for weight in weights})
+
+    async def add(self, request: Request) -> None:
+        if request.prompt == (666,):
+            raise EngineError("too long for the context")
+        if request.prompt == (667,):
+            raise TypeError("unsupported operand")
+        self.requests[request.handle] = (request, len(request.accepted))
+        self._work.set()
+
+    async def abort(self, handles: Iterable[int]) -> None:
+        for handle in handles:
+            self.requests.pop(handle, None)
+
+    async def next(self) -> list[Delta]:
+        while True:
+            if self.dead:
+                raise self.dead
+            if self.requests:
+                break
+            self._work.clear()
+            await self._work.wait()
+        await asyncio.sleep(self._step_s)
+        deltas = []
+        for handle, (request, position) in list(self.requests.items()):
+            finish = "length" if position + 1 >= request.sampling.max_tokens else None
+            deltas.append(Delta(handle, (1000 + position,), (-1.0,), (-2.0,), finish))
+            self.requests[handle] = (request, position + 1)
+            if finish:
+                del self.requests[handle]
+        return deltas
+
+    async def sleep(self) -> None:
+        self.requests.clear()
+        self.calls.append("sleep")
+
+    async def wake(self) -> None:
+        self.calls.append("wake")
+
+    def progress(self) -> int:
+        return 1
+
+    async def close(self) -> None:
+        self.calls.append("close")
+
+    def kill(self, error: Exception) -> None:
+        self.dead = error
+        self._work.set()
+
+
+class Stage:
+    """A worker in this process, its engine, and the daemon that it talks to."""
+
+    def __init__(self, tmp_path: Path, limits: Limits) -> None:
+        self.path = tmp_path
+        self.engine = Scripted()
+        self.daemon = FakeDaemon(tmp_path, SERVER, {ME.public})
+        self.source = WeightSource()
+        options = Options(tmp_path, ME, WHO, limits, pull_s=2.0, started_at=time.monotonic())
+        self.worker = asyncio.create_task(Worker(options, builder=lambda _name: self.build).run())
+
+    async def build(self, _spec: EngineSpec, _host: Host) -> Scripted:
+        return self.engine
+
+    def welcome(self) -> None:
+        self.daemon.send(wire.Welcome(1, self.daemon.generation, "run", SPEC, BEAT_S, 20.0, 8, relay=True))
+
+    def use(self, version: int, corrupt: bool = False) -> bytes:
+        manifest, blob = manifests.build(version, {"w": ("float32", (256,), memoryview(bytes([version]) * 1024))})
+        if corrupt:
+            blob[0] ^= 1
+        source = self.source.publish(manifest, blob)
+        self.daemon.send(wire.UseWeights(version, manifests.encode(manifest), (source,)))
+        return manifest.root
+
+    async def ready(self) -> None:
+        await self.daemon.expect(wire.WorkerHello)
+        self.welcome()
+        root = self.use(1)
+        loaded = await self.daemon.expect(wire.WeightsLoaded)
+        assert (loaded.version, loaded.root) == (1, root)
+
+    def assign(self, sample: int, most: int, epoch: int = 1, prompt: tuple[int, ...] = (1,), accepted: tuple[int, ...] = ()) -> None:
+        key = SampleKey("train", 0, sample, 0)
+        self.daemon.send(wire.Assign((Lease(sample, epoch, 1, pack_tokens(prompt), pack_tokens(accepted), Sampling(most), 0, key),)))
+
+    def restart_daemon(self) -> None:
+        """Another socket, another port, another generation; nothing is remembered."""
+        self.daemon.close()
+        self.daemon = FakeDaemon(self.path, SERVER, {ME.public}, self.daemon.generation + 1)
+
+    async def ends(self, code: int, within_s: float = 30.0) -> Leave:
+        leave = await asyncio.wait_for(self.worker, within_s)
+        assert leave.code == code
+        return leave

@@ -1,0 +1,146 @@
+"""How a worker leaves: on notice, drained, with a dead engine, refused or unwanted; what it says before, and its exit code."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollout.events import (
+    EXIT_DRAINED,
+    EXIT_ENGINE_FAILED,
+    EXIT_NO_DAEMON,
+    EXIT_PREEMPTED,
+    EXIT_REFUSED,
+    Abort,
+    Connect,
+    Connected,
+    EngineDied,
+    Event,
+    KeyRefused,
+    Leave,
+    Limits,
+    Phase,
+    Received,
+    Terminate,
+    Tick,
+    Unreachable,
+)
+from scavenger import wire
+from tests.rollout.talk import LIMITS, WELCOME, Talk, lease, of, sent
+
+
+def test_sigterm_flushes_says_goodbye_and_leaves_on_the_ack_or_in_time() -> None:
+    for ack in (True, False):
+        t = Talk().joined()
+        t.assign(lease(1))
+        t.made(1, 1, 2)
+        actions = t.do(Terminate("SIGTERM"))
+        assert [type(m) for m in sent(actions)] == [wire.Chunks, wire.Goodbye]
+        assert sent(actions)[1] == wire.Goodbye("SIGTERM", notice=True)
+        assert of(Abort, actions)
+        (leave,) = of(Leave, t.hear(wire.GoodbyeAck()) if ack else t.wait(LIMITS.notice_s))
+        assert leave.code == EXIT_PREEMPTED
+        assert t.session.phase is Phase.GONE
+        assert t.do(Tick()) == []
+
+
+def test_sigterm_before_anybody_was_greeted_leaves_at_once() -> None:
+    assert of(Leave, Talk().do(Terminate("SIGTERM"))) == [Leave(EXIT_PREEMPTED, "SIGTERM")]
+
+
+@pytest.mark.parametrize("answered", [True, False])
+def test_sigterm_after_the_first_hello_waits_for_its_answer_to_say_goodbye(answered: bool) -> None:
+    """The daemon may know of us, and may have a lease on its way."""
+    t = Talk()
+    t.do(Connected())
+    assert not of(Leave, t.do(Terminate("SIGTERM")))
+    if answered:
+        assert sent(t.hear(WELCOME)) == [wire.Goodbye("SIGTERM", notice=True)]
+        assert of(Leave, t.hear(wire.GoodbyeAck())) == [Leave(EXIT_PREEMPTED, "SIGTERM")]
+    else:
+        assert of(Leave, t.wait(LIMITS.notice_s)) == [Leave(EXIT_PREEMPTED, "SIGTERM")]
+
+
+def test_sigterm_while_greeting_again_says_goodbye_after_the_welcome() -> None:
+    t = Talk().joined()
+    t.assign(lease(1))
+    t.hear(wire.HelloAgain("restarted"))
+    t.made(1, 1, 2)
+    assert not of(Leave, t.do(Terminate("SIGTERM")))
+    assert [type(m) for m in sent(t.hear(WELCOME))] == [wire.Chunks, wire.Goodbye]
+
+
+def test_a_drained_worker_leaves_for_good_and_a_sigterm_only_hurries_it() -> None:
+    t = Talk().joined()
+    assert sent(t.hear(wire.Drain("surplus"))) == [wire.Goodbye("surplus", notice=False)]
+    assert t.do(Terminate("SIGTERM")) == []
+    (leave,) = of(Leave, t.wait(LIMITS.notice_s))
+    assert leave.code == EXIT_DRAINED
+
+
+@pytest.mark.parametrize(
+    ("event", "code"),
+    [
+        (EngineDied("gone"), EXIT_ENGINE_FAILED),
+        (Received(wire.Rejected("old protocol", "upgrade")), EXIT_REFUSED),
+    ],
+)
+def test_each_end_has_its_exit_code(event: Event, code: int) -> None:
+    t = Talk().joined()
+    t.do(event)
+    t.wait(LIMITS.drain_s)
+    (leave,) = of(Leave, t.log)
+    assert leave.code == code
+
+
+def test_the_goodbye_of_a_dead_engine_says_that_it_died() -> None:
+    t = Talk().joined()
+    t.assign(lease(1))
+    t.made(1, 1, 2)
+    messages = sent(t.do(EngineDied("KeyError('x')")))
+    assert [type(m) for m in messages] == [wire.Chunks, wire.Goodbye]
+    assert messages[1] == wire.Goodbye("KeyError('x')", notice=False, failed=True)
+    assert [leave.code for leave in of(Leave, t.hear(wire.GoodbyeAck()))] == [EXIT_ENGINE_FAILED]
+
+
+def test_an_engine_that_dies_while_the_daemon_is_away_is_told_after_the_welcome() -> None:
+    t = Talk().joined()
+    t.assign(lease(1))
+    t.do(Unreachable("restarting"))
+    assert not of(Leave, t.do(EngineDied("gone")))
+    t.do(Connected())
+    assert sent(t.hear(WELCOME)) == [wire.Goodbye("gone", notice=False, failed=True)]
+
+
+def test_a_refused_key_is_believed_the_third_time() -> None:
+    t = Talk().joined()
+    for _ in range(2):
+        assert of(Connect, t.do(KeyRefused("no")))
+        t.do(Connected())
+    assert [leave.code for leave in of(Leave, t.do(KeyRefused("no")))] == [EXIT_REFUSED]
+
+
+def test_a_refusal_that_may_pass_is_tried_again() -> None:
+    t = Talk()
+    t.do(Connected())
+    assert of(Connect, t.hear(wire.Rejected("not open yet", "", retry=True)))
+
+
+def test_a_worker_that_is_turned_away_for_too_long_leaves_and_says_why() -> None:
+    t = Talk(Limits(orphan_s=30.0))
+    while t.session.phase is not Phase.GONE and t.now < 200:
+        t.do(Connected())
+        t.hear(wire.Rejected("run 'run' is not open", "open it", retry=True))
+        t.wait(1.0)
+    (leave,) = of(Leave, t.log)
+    assert leave == Leave(EXIT_NO_DAEMON, "turned away for 30 s: run 'run' is not open", "open it")
+    assert 130 <= t.now <= 132
+
+
+def test_a_worker_that_no_daemon_wants_gives_its_gpu_back() -> None:
+    t = Talk(Limits(orphan_s=30.0)).joined()
+    while t.session.phase is not Phase.GONE and t.now < 200:
+        if of(Connect, t.wait(1.0)):
+            t.do(Connected())
+    (leave,) = of(Leave, t.log)
+    assert leave.code == EXIT_NO_DAEMON
+    assert t.now <= 132
