@@ -416,3 +416,13 @@ def test_a_run_that_asks_for_no_engine_tries_one_now_and_then() -> None:
     assert asked(1040.0 + TRIAL_S, worker(2)) == 0, "and goes, if nothing changed by it"
     assert asked(1041.0 + TRIAL_S) == 0
     assert asked(1041.0 + 2 * TRIAL_S) == 1
+
+
+def test_what_a_round_costs_is_learned_from_whole_steps() -> None:
+    policy = Predictive("r")
+    where = SmallSite(policy, SPEC, 2, 3, Trainer(token_s=8e-5, round_groups=2, round_s=4.0), CAP)
+    for groups in steps(6, seed=5):
+        where.play(groups)
+    costs = policy.forecast.costs(policy.forecast.curve("harvested", 1), 1, 2)
+    assert costs.round_s == pytest.approx(4.0, rel=0.2)
+    assert costs.train_s == pytest.approx(8e-5, rel=0.15)
