@@ -12,10 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from scavenger.harvest.autoscale import Benefit
 from scavenger.router import samples as sm
 from scavenger.router import telling
 from scavenger.router.core import Core
-from scavenger.router.policy import Move, Placement
+from scavenger.router.policy import Move, Placement, Weighs
 from scavenger.router.state import Limits, Run, SampleStatus, Worker, Yielding
 from scavenger.router.views import YIELDS, LiveView
 from scavenger.wire import Held, Revoke, Yield
@@ -174,3 +175,8 @@ def _wanted(core: Core, run: Run, now: float, limits: Limits) -> tuple[int, str]
         return 0, f"its trainer was silent for {limits.trainer_silent_s:g} s"
     engines, reason = run.policy.engines(LiveView(core, run), now)
     return max(0, min(engines, run.max_engines)), reason
+
+
+def benefit(run: Run) -> Benefit | None:
+    """What one more engine of the run is worth, by the answer that its policy gave last; None where it does not say."""
+    return run.policy.benefit() if isinstance(run.policy, Weighs) else None

@@ -12,10 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
+from scavenger.harvest.autoscale import Benefit
 from scavenger.router import placement
 from scavenger.router.placement import Slots, Waiting
 
@@ -366,6 +367,14 @@ class RouterPolicy(Protocol):
 
     def observe(self, fact: Fact, now: float) -> None:
         """Something happened that may be learned from."""
+
+
+@runtime_checkable
+class Weighs(Protocol):
+    """A policy that also says what an engine is worth, for the harvester to weigh its start by."""
+
+    def benefit(self) -> Benefit | None:
+        """Of one more engine than `engines` answered last; None while nothing is known."""
 
 
 NewPolicy = Callable[[str], RouterPolicy]  # of the run with this name

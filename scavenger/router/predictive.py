@@ -17,6 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from scavenger.harvest.autoscale import Benefit
 from scavenger.router import window as windows
 from scavenger.router.forecast import Forecast
 from scavenger.router.policy import (
@@ -149,3 +150,7 @@ class Predictive:
         retired = len(self._mover.retired & {w.id for w in view.workers})
         self._asked = max(0, target - retired), f"{why}; {retired} were freed by merging the step's tail" if retired else why
         return self._asked
+
+    def benefit(self) -> Benefit | None:
+        """None until a fleet was sized: on priors alone what is idle is taken."""
+        return self._fleet.benefit if self.settings.fleet and self._asked is not None and self.forecast.start.seen else None
