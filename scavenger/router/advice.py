@@ -151,13 +151,13 @@ def window(core: Core, run: Run, *, timed: bool) -> None:
     said = "" if answer is None else "close" if answer.close else "open"
     if said != run.window:
         run.window, run.window_reason = said, "" if answer is None else answer.reason
-        telling.window(core, run, view.step.finished >= view.step.samples)
+        telling.window(core, run, view.step.finished >= view.step.samples, {} if answer is None else answer.inputs)
 
 
 def engines_for(core: Core, run: Run, now: float, limits: Limits) -> tuple[int, str]:
     """How many harvested engines the run could use; 0 where it cannot use any, whatever its policy says."""
     engines, reason = _wanted(core, run, now, limits)
-    telling.engines(core, run, engines, reason)
+    telling.engines(core, run, engines, reason, benefit(run))
     return engines, reason
 
 

@@ -32,6 +32,8 @@ PRIOR_TOGGLE_S = 5.0
 PRIOR_TRANSFER_S = 0.1
 #: Training a token takes so many prefills of it on one GPU: four passes of the weights for its one, at less of the peak.
 TRAIN_PREFILLS = 6.0
+#: A step that trains for less tells nothing of rounds. (None trains fewer tokens than rounds either: figures come from peers.)
+LEAST_TRAIN_S = 1e-6
 #: Pieces of a running engine's life are told to the survival curves this often, so that they count as lives at risk.
 LIFE_PIECE_S = 900.0
 #: Lives are not told apart below this.
@@ -238,7 +240,7 @@ class Forecast:
         seconds, metrics = fact.metrics.get("seconds", 0.0), fact.metrics
         if "seconds_train" in metrics and tokens > 0:
             self.train.observe(tokens, metrics["seconds_train"])
-            if metrics.get("rounds", 0.0) > 0 and metrics["seconds_train"] > 0:
+            if 0 < metrics.get("rounds", 0.0) <= tokens and metrics["seconds_train"] > LEAST_TRAIN_S:
                 self.rounds.observe(metrics["rounds"], tokens, metrics["seconds_train"])
         if "seconds_update" in metrics:
             self.finish.observe(metrics["seconds_update"] + metrics.get("seconds_publish", 0.0))

@@ -326,21 +326,26 @@ class Placement(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Take a sample from a worker that generates it and give it to another (0: to the queue)."""
+    """Take a sample from a worker that generates it and give it to another (0: to the queue). `merges`: so that its engine may go."""
 
     sample_id: int
     from_worker: int
     to_worker: int
     reason: str
+    merges: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class WindowDecision:
-    """Whether reserved engines stop generating and train. `again_at`: when to ask again at the latest, if nothing else changes (Unix s)."""
+    """Whether reserved engines stop generating and train. `again_at`: when to ask again at the latest, if nothing else changes (Unix s).
+
+    `inputs`: what it was reckoned with, for the record.
+    """
 
     close: bool
     reason: str
     again_at: float = math.inf
+    inputs: Mapping[str, float] = field(default_factory=dict)
 
 
 class RouterPolicy(Protocol):

@@ -322,3 +322,11 @@ def test_no_cost_is_negative_whatever_was_measured(steps: list[tuple[int, int, f
     assert found is not None
     assert min(found) >= 0
     assert max(found) > 0
+
+
+@pytest.mark.parametrize("rounds", [-1.0, 0.0, 1e300, math.nan, math.inf])
+def test_rounds_that_cannot_be_teach_nothing(rounds: float) -> None:
+    forecast = Forecast()
+    forecast.observe(SampleFinished(1, 1, 1, 1000, 100, False, 1, "harvested", "n1"), 1.0)
+    forecast.observe(StepFinished(1, "train", {"seconds_train": 4.0, "rounds": rounds}), 2.0)
+    assert forecast.rounds.costs() is None
