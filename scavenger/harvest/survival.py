@@ -177,8 +177,15 @@ def settle_s(curve: Curve, cold_start_s: float, share: float) -> float:
     of the starts that would be wasted. Where no age within bounds reaches the share, one that comes near to what waiting can reach: 0
     where waiting changes nothing.
     """
-    unused = curve.expected_s() * MOST_UNUSED
-    ages = [age for age in (0.0, *_POINTS) if age <= MOST_STARTS * cold_start_s and curve.expected_s(age) >= unused]
+    if curve.survives(cold_start_s) >= share:
+        return 0.0
+    unused_s = curve.expected_s() * MOST_UNUSED
+    ages = [0.0]
+    for age in _POINTS:
+        unused_s -= curve.expected_s(0.0, ages[-1], age - ages[-1]) * math.exp(-curve.hazard_to(ages[-1]))
+        if age > MOST_STARTS * cold_start_s or unused_s < 0:
+            break
+        ages.append(age)
     wasted = [1 - curve.survives(cold_start_s, age_s=age) for age in ages]
     most = max(1 - share, NEARLY * min(wasted)) + 1e-9
     return next(age for age, lost in zip(ages, wasted, strict=True) if lost <= most)
