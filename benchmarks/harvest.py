@@ -9,9 +9,10 @@ an engine of one GPU that starts on it at a:
     generating   the same with a + C for a: the cold start does not count
     wasted       starts with e - a < C (others took the GPU before it generated), over all starts; those cut off by the end count in neither
 
-The rule: at each look a GPU is taken once it has been idle for `survival.settle_s`: the least age at which it outlasts a cold start with
-probability `share`, by the curves that were learned until then and nothing else (`harvest.survival`; running slices count as lives at
-risk). Share 0 takes each at once. This replays GPUs, not jobs: Slurm's queue and engines of several GPUs are not in it. Figures are given
+The rule is the daemon's (`harvest.outlast`): at each look a GPU is taken once it has been idle for `survival.settle_s`: the least age at
+which it outlasts a cold start with probability `share`, within bounds, by the curves that were learned until then and nothing else
+(`harvest.survival`; running slices count as lives at risk). Before `idling.LEAST_LOST` lives were seen, and with share 0, each is taken at
+once. This replays GPUs, not jobs: Slurm's queue and engines of several GPUs are not in it. Figures are given
 for the whole trace, and as the median and range of its segments of `--hours`, by when slices began.
 """
 
@@ -25,7 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from scavenger.harvest.survival import Life, Survival, settle_s
+from scavenger.harvest.idling import LEAST_LOST
+from scavenger.harvest.survival import Curve, Life, Survival, settle_s
 from scavenger.simulate import traces
 from scavenger.simulate.fleet import Fleet
 from scavenger.simulate.fleet_stats import Slice, slices
@@ -51,7 +53,8 @@ def replay(fleet: Fleet, share: float, cold_s: float, look_s: float, schedule_s:
     ends: list[tuple[float, int]] = []  # of those that idle
     waiting: dict[int, Gpu] = {}
     idle: dict[int, Gpu] = {}
-    first, told_at, now = 0, 0.0, 0.0
+    first, told_at, now, lost = 0, 0.0, 0.0, 0
+    settled: tuple[Curve, float] | None = None  # for the newest curve
     while now <= fleet.end_s:
         while first < len(coming) and coming[first].slice.start_s <= now:
             idle[first] = waiting[first] = coming[first]
@@ -62,11 +65,15 @@ def replay(fleet: Fleet, share: float, cold_s: float, look_s: float, schedule_s:
             gpu = idle.pop(index)
             waiting.pop(index, None)
             survival.observe(CLASS, end_s, Life(gpu.slice.length_s, True, gpu.told_s))
+            lost += 1
         if now - told_at >= PIECE_S:
             told_at = now
             _tell_running(survival, idle, now)
         if waiting:
-            needed = settle_s(survival.curve(CLASS, now), cold_s, share) if share else 0.0
+            curve = survival.curve(CLASS, now)
+            if settled is None or settled[0] is not curve:
+                settled = (curve, settle_s(curve, cold_s, share))
+            needed = settled[1] if share and lost >= LEAST_LOST else 0.0
             for index in [index for index, gpu in waiting.items() if now - gpu.slice.start_s >= needed]:
                 waiting.pop(index).start_s = now + schedule_s
         now += look_s

@@ -40,6 +40,7 @@ LIVE = frozenset({
     "harvest.max_preemptions_per_hour",
     "harvest.memory_mb_per_engine",
     "harvest.nice",
+    "harvest.outlast",
     "harvest.peer_yield_s",
     "harvest.placement",
     "harvest.pull_mb_per_s",

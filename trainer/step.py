@@ -96,6 +96,7 @@ class _Work:
     staleness: int = 0
     sources: Sources = field(default_factory=Sources)
     micro_steps: int = 0
+    rounds: int = 0  # of micro-steps, over all groups that waited
 
 
 class Stepper:
@@ -281,6 +282,7 @@ class Stepper:
         started = time.monotonic()
         count = min(ready, self._ranks.size) if self._config.run.deterministic else ready
         taken, work.ready = work.ready[:count], work.ready[count:]
+        work.rounds += 1
         first = [group.rows for group in taken if work.mini_batch[group.prompt_index] == 0]
         later = [group for group in taken if work.mini_batch[group.prompt_index] > 0]
         self._train(work, first, self._between)
@@ -335,6 +337,7 @@ class Stepper:
             "grad_norm": max(work.grad_norms, default=0.0),
             "groups_asked": float(len(work.submitted)),
             "micro_steps": float(work.micro_steps),
+            "rounds": float(work.rounds),
             "rewards_late": float(self._scoring.take_late()),
             "seconds": (seconds := time.monotonic() - started),
             "seconds_seed": work.seconds.seed,

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+from scavenger.harvest.idling import Idle
+
 
 class Leaving(StrEnum):
     """Whether we asked a job to go, and how."""
@@ -39,6 +41,7 @@ class Code(StrEnum):
     QUARANTINE = "quarantine"
     RESERVED = "reserved"  # a reservation or a maintenance comes; of a job that leaves: its node's
     PER_NODE = "per_node"  # max_gpus_per_node
+    SETTLING = "settling"  # what is idle has not been so for long enough to outlast a start, or is not worth one (`gates`)
     NO_ROOM = "no_room"
     HIDDEN = "hidden"  # others' jobs cannot be seen, and some of them could not preempt us
     # why a job was submitted, cancelled or given back
@@ -127,6 +130,7 @@ class Limits:
     blind: bool = False
     preempted_last_hour: int = 0
     max_preemptions_per_hour: int | None = None
+    idle: Idle | None = None  # since when GPUs are idle, and for how long such last; None: nobody looked, and what is idle is taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,10 +186,12 @@ Action = Submit | CancelPending | GiveBack | Cancel
 class Decision:
     """`reason` explains the whole: what was done, or why nothing; `code` why nothing more was submitted.
 
-    `could_start`: others' waiting jobs that would start now if our engines left, and that Slurm may preempt us for.
+    `could_start`: others' waiting jobs that would start now if our engines left, and that Slurm may preempt us for. `gates`: from which
+    age on an idle GPU is worth a start, and by which figures.
     """
 
     actions: tuple[Action, ...]
     reason: str
     code: Code
     could_start: tuple[int, ...] = ()
+    gates: tuple[str, ...] = ()

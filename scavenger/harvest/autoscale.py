@@ -4,6 +4,7 @@
     target    within it: grows by the share of the step in which its GPUs did not train (they generated themselves, or waited), holds
               inside a dead band, shrinks by little at a time
     worth     the next engine's saving over its expected life (`survival`) against the GPU time of its cold start
+    gate      from which age on an idle GPU is worth a start, for a run that says what an engine saves it
 
 Owns the rules and the state they need from one step to the next. Knows nothing of Slurm, jobs or rooms, and no clock.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from scavenger.harvest.survival import Curve
+from scavenger.harvest.survival import Curve, settle_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,3 +134,52 @@ def break_even(run_gpus: float, gpus: int, cold_start_s: float, life: Curve, pri
         return 0.0
     serves = run_gpus * life.expected_s(cold_start_s)
     return price * gpus * life.expected_s(0.0, horizon_s=cold_start_s) / serves if serves > 0 else math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Benefit:
+    """What one more engine of a run is worth by its own forecast. `saving`: of a step's time, as a share; None: it is on trial.
+
+    `run_gpus`, `gpus`: of the run, of an engine; `start_s`: from greeting to its first weights; `price` as in `worth`.
+    """
+
+    saving: float | None
+    run_gpus: float
+    gpus: int
+    start_s: float
+    price: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """An idle GPU is taken from this age on; inf: it is not worth a start at any."""
+
+    age_s: float
+    reason: str
+
+
+#: Ages at which an engine that is not worth its start on a GPU that has settled is weighed again, in cold starts.
+_LATER = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0)
+
+
+def gate(benefit: Benefit, life: Curve, share: float) -> Gate:
+    """From which age on a GPU with this life earns the start of an engine. `share`: of starts that shall not be wasted (`settle_s`).
+
+    Where harvested GPUs have no price no start is wasted, whatever becomes of it.
+    """
+    if benefit.price == 0:
+        return Gate(0.0, "what is idle costs nothing, and no start is wasted")
+    settled = settle_s(life, benefit.start_s, share) if share > 0 else 0.0
+    chance = life.survives(benefit.start_s, age_s=settled)
+    told = f"idle for {settled:.0f} s, {chance:.1%} outlast a start of {benefit.start_s:.0f} s"
+    if benefit.saving is None:
+        return Gate(settled, told)
+    verdict = None
+    for later in _LATER:
+        age = settled + later * benefit.start_s
+        found = worth(benefit.saving, benefit.run_gpus, benefit.gpus, benefit.start_s, life, age_s=age, price=benefit.price)
+        if found.ask:
+            return Gate(age, f"{told}; idle for {age:.0f} s, one more {found.reason}")
+        verdict = verdict or found
+    assert verdict is not None
+    return Gate(math.inf, f"{told}; one more {verdict.reason}: not worth its start, nor later")

@@ -38,6 +38,7 @@ from scavenger.config import DaemonConfig
 from scavenger.errors import AuthError, ClusterError, ClusterUnavailable, ConfigError, SubmitUnknown
 from scavenger.harvest import policy, preflight, sights
 from scavenger.harvest.durable import Durable, as_json, decided
+from scavenger.harvest.idling import Idling
 from scavenger.harvest.leave import leave_by, unseen
 from scavenger.harvest.limits import pace_of, rules_of
 from scavenger.harvest.pace import Look, Pace
@@ -103,6 +104,7 @@ class Harvester:
         self._state_dir = config.daemon.state_dir
         self.tracker = Tracker(rules_of(config, uid, pwd.getpwuid(os.getuid()).pw_name))
         self.standing = Standing(lambda: self.config)
+        self.idling = Idling()
         self.view: ClusterView | None = None  # the last complete observation, for the display
         self._info: ClusterInfo | None = None
         self._refused = ""  # why the partition may no longer be harvested
@@ -205,6 +207,7 @@ class Harvester:
         self._absorb(output)
         if look is Look.JOBS:
             return  # the nodes in this view are those of the last whole look: nothing is decided on them
+        self.idling.observe(view, self.config.harvest.partition, self.tracker.held(), self._clock())
         have, now = owners(view, self.config.harvest.partition, self.tracker.job_ids(), self._clock()), self._clock()
         self._write([rec.ClusterSampled(have.idle, have.harvested, have.others, have.reserved, have.unusable, have.pending_others, now)])
         await self.standing.look_now()
@@ -212,6 +215,7 @@ class Harvester:
         now = self._clock()
         assert self._info is not None  # by `_observe`
         limits = self.standing.limits(view, self._info, self.tracker, self._leave_s, now)
+        limits = replace(limits, idle=self.idling.known(self.config.harvest.outlast, now))
         self._write(self.standing.events)
         self.standing.events.clear()
         decision = policy.decide(view, demand, self.tracker.jobs(self._leases()), limits, now)
@@ -289,13 +293,14 @@ class Harvester:
         demand = list(self._demand())
         self._decided_on = _shape(demand)
         if self._refused:
-            return [Demand(d.run_id, d.run, 0, d.gpus_per_engine, self._refused, d.engine) for d in demand]
+            return [replace(d, engines=0, reason=self._refused) for d in demand]
         return demand
 
     # ---------------------------------------------------------------- perform
 
     async def _perform(self, decision: Decision, demand: Sequence[Demand]) -> None:
-        inputs = as_json({"decision": decision.reason, "demand": [[d.run, d.engines, d.gpus_per_engine] for d in demand]})
+        asked = [[d.run, d.engines, d.gpus_per_engine] for d in demand]
+        inputs = as_json({"decision": decision.reason, "demand": asked, "gates": decision.gates})
         if not decision.actions:
             if decision.reason != self._last_reason:
                 self._write([rec.Decision("harvest", "none", "", decision.reason, inputs, self._clock(), decision.code)])

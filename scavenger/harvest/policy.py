@@ -3,6 +3,7 @@
     stop, time limits, reservations, drained nodes, others who wait  --> engines that leave, whatever the demand
     demand --share of max_engines and max_gpus--> allotment a run --less our jobs--> deficit (submit) or surplus (cancel pending, give back)
     others' pending jobs, reservations, headroom --`room`--> where the deficit may go
+    ages of what is idle, what an engine saves its run --`gates`--> which of it is worth a start
 
 Owns the rules. Knows nothing of how the cluster is observed, how jobs are submitted or what happened earlier: the tracker says what our
 jobs are, `Limits` what is allowed now. Everything is sorted before it is decided on, so equal facts in another order decide the same.
@@ -26,6 +27,7 @@ from scavenger.harvest.actions import (
     OurJob,
     Submit,
 )
+from scavenger.harvest.gates import Gates
 from scavenger.harvest.leave import Leave, asked_to_leave, insist
 from scavenger.harvest.others import census
 from scavenger.harvest.submit import submit
@@ -54,17 +56,20 @@ def decide(view: ClusterView, demand: Sequence[Demand], jobs: Sequence[OurJob], 
     leaves = asked_to_leave(view, counted, ground, ours, staying, limits, now)
     actions += leaves
     serving = _staying(staying, leaves)
+    gates = None
     if closed:
         code, why = closed
     else:
-        more, code, why = submit(view, counted, ground, wanted, allotted, serving, ours, limits, now)
+        gates = Gates(wanted, limits, now)
+        more, code, why = submit(view, counted, ground, wanted, allotted, serving, ours, limits, now, gates)
         actions += more
     if not wanted and not closed:
         code = Code.NO_DEMAND if demand else Code.NO_RUN
     replaced = {action.intent_id for action in actions if isinstance(action, CancelPending)}
     serving = [job for job in serving if job.intent_id not in replaced]
     could = could_start(counted, ground, limits) if any(not job.waits for job in ours) else ()
-    return Decision(tuple(actions), _summary(actions, serving, wanted, demand, why, limits), code, could)
+    told = gates.told() if gates is not None else ()
+    return Decision(tuple(actions), _summary(actions, serving, wanted, demand, why, limits), code, could, told)
 
 
 def _closed(limits: Limits) -> tuple[Code, str] | None:

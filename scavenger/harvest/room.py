@@ -8,7 +8,7 @@ ledger records. Knows nothing of demand.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 
@@ -60,15 +60,17 @@ class Room:
     booked: tuple[str, ...] = ()
     full: tuple[str, ...] = ()
     refused: bool = False
+    settling: int = 0  # GPUs, at most, that would have been taken had they been idle for longer, or been worth a start
     too_large: bool = field(default=False)  # a configured memory that is more than an engine's share
 
     @property
     def free(self) -> int:
         return max(0, min((quota.left for quota in self.quotas), default=0))
 
-    def take(self, gpus: int, cpus: int, memory_mb: int) -> Place | None:
+    def take(self, gpus: int, cpus: int, memory_mb: int, young: Mapping[str, int] | None = None) -> Place | None:
         """Set one engine's share aside on the node with the smallest gap that fits, of equals where we have least. None, and `refused`,
-        when there is none."""
+        when there is none. `young`: GPUs of nodes that are not worth this engine's start (`gates`)."""
+        young, settling = young or {}, 0
         best: tuple[int, int, str] | None = None
         share = (cpus, memory_mb)
         for name, space in self.spaces.items():
@@ -77,11 +79,14 @@ class Room:
             asked = self._share(self.nodes[name], gpus, cpus, memory_mb)
             if asked is None or space.cpus < asked[0] or space.memory_mb < asked[1]:
                 continue
+            if space.gpus - young.get(name, 0) < gpus:
+                settling += min(space.gpus, young.get(name, 0))
+                continue
             key = (space.gpus, self.groups.get(self._group(name), 0), name)
             if best is None or key < best:
                 best, share = key, asked
         if best is None:
-            self.refused = True
+            self.refused, self.settling = True, max(self.settling, settling)
             return None
         name = best[2]
         self._use(name, gpus, *share)
@@ -141,6 +146,8 @@ class Room:
             words.append(f"headroom {self.headroom_gpus}")
         named = (("quarantined", self.closed), ("reserved soon", self.booked), ("at max_gpus_per_node", self.full))
         words += [f"{what}: {_few(names)}" for what, names in named if names]
+        if self.settling:
+            words.append(f"{self.settling} not idle for long enough to be worth a start")
         if self.too_large:
             words.append("memory_mb_per_engine is more than its GPUs' share of a node")
         return ", ".join(words)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from scavenger.cluster.model import ClusterView
 from scavenger.harvest.actions import CancelPending, Code, Limits, OurJob, Submit
+from scavenger.harvest.gates import Gates
 from scavenger.harvest.others import OWN_LIMIT, Census, Ground
 from scavenger.harvest.room import Place, Room, room_of
 from scavenger.router.machine import Demand
@@ -30,6 +31,7 @@ def submit(
     ours: Sequence[OurJob],
     limits: Limits,
     now: float,
+    gates: Gates,
 ) -> tuple[list[Submit | CancelPending], Code, str]:
     """Jobs for what demand is not served, one run after the other, as far as room and limits go; and what stopped it, code and words."""
     have = Counter(job.run_id for job in serving)
@@ -45,10 +47,11 @@ def submit(
     if stop is not None:
         return [], *stop
     room = room_of(view, counted, ground, limits, now)
+    gates.measure(room)
     moving = _wait_or_move(counted, room, serving, ours, limits, now)
-    drafts = _Drafts(view, room, ours, counted.user_gpus, limits)
-    new, stop = _fill(demand, deficit, room, drafts, now)
-    moved = _move({d.run_id: d for d in demand}, moving, room, drafts, now)
+    drafts = _Drafts(view, room, ours, counted.user_gpus, limits, gates)
+    new, stop = _fill(demand, deficit, drafts, now)
+    moved = _move({d.run_id: d for d in demand}, moving, drafts, now)
     actions = [*moved, *new]
     if stop is not None:
         return actions, *stop
@@ -58,7 +61,7 @@ def submit(
 
 
 def _fill(
-    demand: Sequence[Demand], deficit: dict[int, int], room: Room, drafts: _Drafts, now: float
+    demand: Sequence[Demand], deficit: dict[int, int], drafts: _Drafts, now: float
 ) -> tuple[list[Submit], tuple[Code, str] | None]:
     """One job each in turn for what is not served; and the limit that ended it, None when it was the room or the demand."""
     submits: list[Submit] = []
@@ -69,7 +72,7 @@ def _fill(
             stop = drafts.stopped(want)
             if stop is not None:
                 return submits, stop
-            place = room.take(want.gpus_per_engine, drafts.limits.cpus_per_engine, drafts.limits.memory_mb_per_engine)
+            place = drafts.place(want)
             deficit[want.run_id] = deficit[want.run_id] - 1 if place is not None else 0
             if place is not None:
                 submits.append(drafts.submit(want, place, now))
@@ -77,7 +80,7 @@ def _fill(
 
 
 def _move(
-    by_run: Mapping[int, Demand], moving: Sequence[tuple[OurJob, str]], room: Room, drafts: _Drafts, now: float
+    by_run: Mapping[int, Demand], moving: Sequence[tuple[OurJob, str]], drafts: _Drafts, now: float
 ) -> list[Submit | CancelPending]:
     """Cancel and submit afresh what waits where it will not start soon, as far as there is room elsewhere."""
     actions: list[Submit | CancelPending] = []
@@ -85,7 +88,7 @@ def _move(
         want = by_run[job.run_id]
         if drafts.stopped(want, instead_of=job) is not None:
             continue
-        place = room.take(want.gpus_per_engine, drafts.limits.cpus_per_engine, drafts.limits.memory_mb_per_engine)
+        place = drafts.place(want)
         if place is None:
             continue  # a smaller engine may still fit
         drafts.drop(job)
@@ -153,8 +156,8 @@ def _wait_or_move(
 class _Drafts:
     """The submissions of one decision, counted against the limits. Jobs that leave count until they are gone."""
 
-    def __init__(self, view: ClusterView, room: Room, ours: Sequence[OurJob], user_gpus: int, limits: Limits) -> None:
-        self._room, self.limits = room, limits
+    def __init__(self, view: ClusterView, room: Room, ours: Sequence[OurJob], user_gpus: int, limits: Limits, gates: Gates) -> None:
+        self._room, self.limits, self._gates = room, limits, gates
         self._engines, self._pending = len(ours), sum(job.waits for job in ours)
         self._gpus = sum(job.gpus for job in ours)
         self._user_gpus = user_gpus + sum(job.gpus for job in ours if not job.job_id)
@@ -176,6 +179,11 @@ class _Drafts:
             return Code.MAX_PENDING, f"max_pending = {limits.max_pending} is reached"
         return None
 
+    def place(self, want: Demand) -> Place | None:
+        """Set aside what one more job for `want` takes; None, and the room has `refused`, where there is nothing for it."""
+        limits = self.limits
+        return self._room.take(want.gpus_per_engine, limits.cpus_per_engine, limits.memory_mb_per_engine, self._gates.young(want))
+
     def drop(self, job: OurJob) -> None:
         """A waiting job is cancelled by the same decision."""
         self._count(-1, -job.gpus)
@@ -188,6 +196,7 @@ class _Drafts:
         limits, gpus = self.limits, want.gpus_per_engine
         self._count(1, gpus)
         why = f"run {want.run}: {want.reason}; {self._room.explain()}"
+        why += f"; {worth}" if (worth := self._gates.why(want, place.node)) else ""
         most_s = 0.0
         if limits.pin:
             why = f"{why}; {place.node} has the smallest gap that fits"
@@ -199,7 +208,9 @@ class _Drafts:
 
 
 def why_no_room(room: Room) -> Code:
-    """The first that took GPUs out of the room: what comes later would not have been asked."""
+    """The first that took GPUs out of the room: what comes later would not have been asked. With none of them too young one had fit."""
+    if room.settling:
+        return Code.SETTLING
     if room.claimed:
         return Code.OTHERS_PENDING
     if room.waiting:

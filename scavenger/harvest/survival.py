@@ -164,12 +164,28 @@ def _hour(at: float) -> int:
     return int(at // HOUR_S) % 24
 
 
+#: Nothing waits longer than so many cold starts, nor for so long that this share of the idle time would pass unused.
+MOST_STARTS, MOST_UNUSED = 20.0, 0.5
+#: Where no age reaches the share: the least that is at most so much likelier to be wasted than the best one.
+NEARLY = 1.5
+
+
 def settle_s(curve: Curve, cold_start_s: float, share: float) -> float:
-    """The least age at which an idle GPU outlasts a cold start with this probability: until then it is better left idle; inf: never.
+    """The least age at which an idle GPU outlasts a cold start with this probability: until then it is better left idle.
 
     A GPU that has been idle for longer lasts longer (most idle slices are gaps between two jobs), so that waiting a little avoids most
-    of the starts that would be wasted.
+    of the starts that would be wasted. Where no age within bounds reaches the share, one that comes near to what waiting can reach: 0
+    where waiting changes nothing.
     """
     if curve.survives(cold_start_s) >= share:
         return 0.0
-    return next((point for point in _POINTS if curve.survives(cold_start_s, age_s=point) >= share), math.inf)
+    unused_s = curve.expected_s() * MOST_UNUSED
+    ages = [0.0]
+    for age in _POINTS:
+        unused_s -= curve.expected_s(0.0, ages[-1], age - ages[-1]) * math.exp(-curve.hazard_to(ages[-1]))
+        if age > MOST_STARTS * cold_start_s or unused_s < 0:
+            break
+        ages.append(age)
+    wasted = [1 - curve.survives(cold_start_s, age_s=age) for age in ages]
+    most = max(1 - share, NEARLY * min(wasted)) + 1e-9
+    return next(age for age, lost in zip(ages, wasted, strict=True) if lost <= most)

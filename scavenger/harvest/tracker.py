@@ -239,6 +239,15 @@ class Tracker:
     def job_ids(self) -> frozenset[int]:
         return frozenset(one.job_id for one in self.intents.values() if one.job_id)
 
+    def held(self) -> dict[str, int]:
+        """GPUs that our jobs hold, by node."""
+        found: dict[str, int] = {}
+        for one in self.intents.values():
+            if one.hold is not None and one.hold.node:
+                gpus = (one.job.gpus if one.job is not None else 0) or one.intended.gpus
+                found[one.hold.node] = found.get(one.hold.node, 0) + gpus
+        return found
+
     def preempted_since(self, at: float) -> int:
         """Preemptions since then that this daemon has seen."""
         return sum(seen >= at for seen in self._holds.preempted)

@@ -12,10 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from scavenger.harvest.autoscale import Benefit
 from scavenger.router import samples as sm
 from scavenger.router import telling
 from scavenger.router.core import Core
-from scavenger.router.policy import Move, Placement
+from scavenger.router.policy import Move, Placement, Weighs
 from scavenger.router.state import Limits, Run, SampleStatus, Worker, Yielding
 from scavenger.router.views import YIELDS, LiveView
 from scavenger.wire import Held, Revoke, Yield
@@ -150,13 +151,13 @@ def window(core: Core, run: Run, *, timed: bool) -> None:
     said = "" if answer is None else "close" if answer.close else "open"
     if said != run.window:
         run.window, run.window_reason = said, "" if answer is None else answer.reason
-        telling.window(core, run, view.step.finished >= view.step.samples)
+        telling.window(core, run, view.step.finished >= view.step.samples, {} if answer is None else answer.inputs)
 
 
 def engines_for(core: Core, run: Run, now: float, limits: Limits) -> tuple[int, str]:
     """How many harvested engines the run could use; 0 where it cannot use any, whatever its policy says."""
     engines, reason = _wanted(core, run, now, limits)
-    telling.engines(core, run, engines, reason)
+    telling.engines(core, run, engines, reason, benefit(run))
     return engines, reason
 
 
@@ -174,3 +175,8 @@ def _wanted(core: Core, run: Run, now: float, limits: Limits) -> tuple[int, str]
         return 0, f"its trainer was silent for {limits.trainer_silent_s:g} s"
     engines, reason = run.policy.engines(LiveView(core, run), now)
     return max(0, min(engines, run.max_engines)), reason
+
+
+def benefit(run: Run) -> Benefit | None:
+    """What one more engine of the run is worth, by the answer that its policy gave last; None where it does not say."""
+    return run.policy.benefit() if isinstance(run.policy, Weighs) else None

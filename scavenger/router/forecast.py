@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from scavenger.harvest.survival import Life, Survival
 from scavenger.router.forecast_lengths import LengthForecast
-from scavenger.router.forecast_speed import PREFILL_SHARE, Average, Curve, Curves, Ratio
+from scavenger.router.forecast_speed import PREFILL_SHARE, Average, Curve, Curves, Ratio, RoundFit
 from scavenger.router.forecast_step import Costs
 from scavenger.router.policy import (
     EngineProgress,
@@ -32,6 +32,8 @@ PRIOR_TOGGLE_S = 5.0
 PRIOR_TRANSFER_S = 0.1
 #: Training a token takes so many prefills of it on one GPU: four passes of the weights for its one, at less of the peak.
 TRAIN_PREFILLS = 6.0
+#: A step that trains for less tells nothing of rounds. (None trains fewer tokens than rounds either: figures come from peers.)
+LEAST_TRAIN_S = 1e-6
 #: Pieces of a running engine's life are told to the survival curves this often, so that they count as lives at risk.
 LIFE_PIECE_S = 900.0
 #: Lives are not told apart below this.
@@ -73,6 +75,7 @@ def node_class(gpus: int) -> str:
 class Forecast:
     """Feed it every fact, in order. `lengths` is None until the cap is known (`capped`).
 
+    `train`: seconds a token, rounds included; `rounds`: the same told apart, where the trainer says how many rounds there were.
     `sleep`, `wake`: what toggles cost engines; `to_training`, `to_generating`: what they cost the trainer, where it says so in its metrics.
     """
 
@@ -82,6 +85,7 @@ class Forecast:
     loads: dict[str, Average] = field(default_factory=dict)
     finish: Average = field(default_factory=lambda: Average(PRIOR_FINISH_S))
     train: Ratio = field(default_factory=lambda: Ratio(0.0, 20.0))
+    rounds: RoundFit = field(default_factory=RoundFit)
     sleep: Average = field(default_factory=lambda: Average(PRIOR_TOGGLE_S))
     wake: Average = field(default_factory=lambda: Average(PRIOR_TOGGLE_S))
     to_training: Average = field(default_factory=lambda: Average(0.0, 1e-6))
@@ -167,13 +171,17 @@ class Forecast:
         """Seconds to prefill a token on such an engine."""
         return PREFILL_SHARE * curve.base
 
+    def train_s(self, curve: Curve, engine_gpus: int, trainer_gpus: int) -> float:
+        """Seconds to train a token, with what its round costs shared among them all."""
+        return self.train.value(TRAIN_PREFILLS * self.prefill_s(curve) * engine_gpus / max(1, trainer_gpus))
+
     def costs(self, curve: Curve, engine_gpus: int, trainer_gpus: int) -> Costs:
         """What the trainer and a change of the window cost; `curve` of the engines that prefill, `trainer_gpus` = the trainer's ranks."""
-        prefill = self.prefill_s(curve)
-        prior = TRAIN_PREFILLS * prefill * engine_gpus / max(1, trainer_gpus)
+        round_s, train_s = self.rounds.costs() or (0.0, self.train_s(curve, engine_gpus, trainer_gpus))
         return Costs(
-            prefill_s=prefill,
-            train_s=self.train.value(prior),
+            prefill_s=self.prefill_s(curve),
+            train_s=train_s,
+            round_s=round_s,
             round_groups=max(1, trainer_gpus),
             sleep_s=self.sleep_s,
             wake_s=self.wake_s,
@@ -232,6 +240,8 @@ class Forecast:
         seconds, metrics = fact.metrics.get("seconds", 0.0), fact.metrics
         if "seconds_train" in metrics and tokens > 0:
             self.train.observe(tokens, metrics["seconds_train"])
+            if 0 < metrics.get("rounds", 0.0) <= tokens and metrics["seconds_train"] > LEAST_TRAIN_S:
+                self.rounds.observe(metrics["rounds"], tokens, metrics["seconds_train"])
         if "seconds_update" in metrics:
             self.finish.observe(metrics["seconds_update"] + metrics.get("seconds_publish", 0.0))
         if "seconds_to_training" in metrics:

@@ -2,7 +2,7 @@
 
     decode step   a + b * batch + c * context tokens     by least squares of the relative error, none of a, b, c negative
     prefill       p * tokens, before anything was seen p = PREFILL_SHARE * a
-    training      seconds a round + seconds a token
+    training      seconds a round + seconds a token        by the same of whole steps, neither negative
 
 The decode line makes an engine's work additive: with nothing joining, a set of samples with h tokens and r to come drains in
 
@@ -203,3 +203,45 @@ class Ratio:
     def value(self, prior: float | None = None) -> float:
         prior = self._prior if prior is None else prior
         return (self._seconds + prior * self._strength) / (self._units + self._strength)
+
+
+class RoundFit:
+    """A step's training as seconds a round and seconds a token, by least squares of the relative error, neither negative.
+
+    Steps that differ in tokens a round tell the two apart. What they do not tell goes to the tokens: a prior of so many steps holds that
+    rounds cost nothing of themselves.
+    """
+
+    #: Best where a step's seconds scatter by 2 % and rounds may be a third of them: the square of one over the other.
+    PRIOR = 0.005
+    KEEP = 0.98
+
+    def __init__(self) -> None:
+        self._gram = [[0.0, 0.0], [0.0, 0.0]]
+        self._right = [0.0, 0.0]
+        self._weight = self._per_round = self._per_token = 0.0  # means of a round's and of a token's share of a step's seconds, summed
+        self.seen = 0
+
+    def observe(self, rounds: float, tokens: float, seconds: float) -> None:
+        """One step: so many rounds over so many tokens took so long."""
+        if rounds <= 0 or tokens <= 0 or seconds <= 0:
+            raise ValueError(f"{rounds} rounds over {tokens} tokens in {seconds} s")
+        row = (rounds / seconds, tokens / seconds)
+        for i in range(2):
+            self._right[i] = self.KEEP * self._right[i] + row[i]
+            for j in range(2):
+                self._gram[i][j] = self.KEEP * self._gram[i][j] + row[i] * row[j]
+        self._weight = self.KEEP * self._weight + 1.0
+        self._per_round = self.KEEP * self._per_round + row[0]
+        self._per_token = self.KEEP * self._per_token + row[1]
+        self.seen += 1
+
+    def costs(self) -> tuple[float, float] | None:
+        """(seconds a round, seconds a token); None before the first step."""
+        if not self.seen:
+            return None
+        # In shares of a step's seconds, so that both unknowns are near 1 at most: a round's prior is 0 of it, the tokens' all of it.
+        unit = (self._weight / self._per_round, self._weight / self._per_token)
+        gram = [[self._gram[i][j] * unit[i] * unit[j] + (self.PRIOR if i == j else 0.0) for j in range(2)] for i in range(2)]
+        found = _least_squares(gram, [self._right[0] * unit[0], self._right[1] * unit[1] + self.PRIOR])
+        return found[0] * unit[0], found[1] * unit[1]

@@ -100,6 +100,19 @@ class Situation:
         engines = f"{self.reserved.engines:g} reserved and {self.harvested.engines:g} harvested engines, {coming:g} more to come"
         return f"{len(self.samples)} samples left, {engines}, {self.ready_groups} groups ready"
 
+    def inputs(self) -> dict[str, float]:
+        """The same with all that it is reckoned with, for a decision's record; an infinite limit is left out."""
+        costs, harvested = self.costs, self.harvested.curve
+        named = {
+            "samples": len(self.samples), "reserved": self.reserved.engines, "harvested": self.harvested.engines,
+            "coming": sum(more for _, more in self.arrivals), "lost_per_h": 3600 * self.loss_per_s, "ready_groups": self.ready_groups,
+            "ready_tokens": self.ready_tokens, "busy_s": self.busy_s, "limit": self.limit, "prefill_s": costs.prefill_s,
+            "train_s": costs.train_s, "round_s": costs.round_s, "sleep_s": costs.sleep_s, "wake_s": costs.wake_s,
+            "finish_s": costs.finish_s, "decode_s": harvested.base, "decode_sample_s": harvested.per_sample,
+            "decode_token_s": harvested.per_token,
+        }  # fmt: skip
+        return {name: float(f"{value:.4g}") for name, value in named.items() if value < NEVER}
+
 
 class _Fleet:
     """Who generates at a time: reserved engines between two times, harvested ones as they come and are lost."""

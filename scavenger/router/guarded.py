@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from scavenger.router.policy import Fact, Move, NewPolicy, Placement, RouterPolicy, RunView, Standard, WindowDecision
+from scavenger.harvest.autoscale import Benefit
+from scavenger.router.policy import Fact, Move, NewPolicy, Placement, RouterPolicy, RunView, Standard, Weighs, WindowDecision
 
 T = TypeVar("T")
 #: Told once for each fault: the run's name, and what was raised.
@@ -38,6 +39,9 @@ class Guarded:
 
     def engines(self, view: RunView, now: float) -> tuple[int, str]:
         return self._ask(lambda policy: policy.engines(view, now))
+
+    def benefit(self) -> Benefit | None:
+        return self._ask(lambda policy: policy.benefit() if isinstance(policy, Weighs) else None)
 
     def observe(self, fact: Fact, now: float) -> None:
         self._ask(lambda policy: policy.observe(fact, now))

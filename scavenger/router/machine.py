@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from scavenger.harvest.autoscale import Benefit
 from scavenger.ledger import records as rec
 from scavenger.router import advice, audit, fleets, greeting, orders, restore, runs, workers
 from scavenger.router import samples as sm
@@ -41,7 +42,8 @@ from scavenger.wire import Chunks, Heartbeat, Ping, WeightsLoaded, Yielded
 class Demand:
     """What a run could use now: `engines` harvested ones, of `gpus_per_engine` each. `reason` explains the number.
 
-    `engine`: the run's `engine.name`, which a job imports while it waits for the daemon's answer.
+    `engine`: the run's `engine.name`, which a job imports while it waits for the daemon's answer. `benefit`: what one more engine is worth,
+    where the run's policy says so; None: nothing is known, and what is idle is taken.
     """
 
     run_id: int
@@ -50,6 +52,7 @@ class Demand:
     gpus_per_engine: int
     reason: str
     engine: str = "reference"
+    benefit: Benefit | None = None
 
 
 class Router:
@@ -180,7 +183,7 @@ class Router:
         wanted = []
         for run in sorted(self.core.runs.values(), key=lambda r: r.id):
             engines, reason = advice.engines_for(self.core, run, now, self.core.limits)
-            wanted.append(Demand(run.id, run.name, engines, run.gpus_per_engine, reason, run.engine.name))
+            wanted.append(Demand(run.id, run.name, engines, run.gpus_per_engine, reason, run.engine.name, advice.benefit(run)))
         return wanted
 
     def ask_at(self) -> float:

@@ -12,10 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 
+from scavenger.harvest.autoscale import Benefit
 from scavenger.router import placement
 from scavenger.router.placement import Slots, Waiting
 
@@ -325,21 +326,26 @@ class Placement(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Take a sample from a worker that generates it and give it to another (0: to the queue)."""
+    """Take a sample from a worker that generates it and give it to another (0: to the queue). `merges`: so that its engine may go."""
 
     sample_id: int
     from_worker: int
     to_worker: int
     reason: str
+    merges: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class WindowDecision:
-    """Whether reserved engines stop generating and train. `again_at`: when to ask again at the latest, if nothing else changes (Unix s)."""
+    """Whether reserved engines stop generating and train. `again_at`: when to ask again at the latest, if nothing else changes (Unix s).
+
+    `inputs`: what it was reckoned with, for the record.
+    """
 
     close: bool
     reason: str
     again_at: float = math.inf
+    inputs: Mapping[str, float] = field(default_factory=dict)
 
 
 class RouterPolicy(Protocol):
@@ -366,6 +372,14 @@ class RouterPolicy(Protocol):
 
     def observe(self, fact: Fact, now: float) -> None:
         """Something happened that may be learned from."""
+
+
+@runtime_checkable
+class Weighs(Protocol):
+    """A policy that also says what an engine is worth, for the harvester to weigh its start by."""
+
+    def benefit(self) -> Benefit | None:
+        """Of one more engine than `engines` answered last; None while nothing is known."""
 
 
 NewPolicy = Callable[[str], RouterPolicy]  # of the run with this name

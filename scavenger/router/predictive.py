@@ -17,6 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from scavenger.harvest.autoscale import Benefit
 from scavenger.router import window as windows
 from scavenger.router.forecast import Forecast
 from scavenger.router.policy import (
@@ -118,16 +119,18 @@ class Predictive:
         if step.finished >= step.samples:
             return WindowDecision(True, f"all {step.samples} samples of step {step.step} are done")
         picture, service = outlook.picture(view, now), self._placer.service
-        plan = outlook.plan = windows.solve(picture.situation(outlook.trained, self._placer.ranking.order, service.by.limit))
+        situation = picture.situation(outlook.trained, self._placer.ranking.order, service.by.limit)
+        plan, inputs = windows.solve(situation), situation.inputs()
+        outlook.plan = plan
         why = f"step {step.step}: {plan.reason}" + (f"; {service.by.reason}" if service.by.reason else "")
         soon_s = outlook.pause_s(SOON_S)
         if picture.step.reserved_awake and plan.awake and plan.close_after_s <= soon_s:
-            return WindowDecision(True, why, now + AGAIN_MAX_S)
+            return WindowDecision(True, why, now + AGAIN_MAX_S, inputs)
         left = min(plan.until_s if plan.awake else plan.step_s, AGAIN_MAX_S / AGAIN_SHARE)
         again = min(AGAIN_MAX_S, max(outlook.pause_s(AGAIN_MIN_S), AGAIN_SHARE * left))
         if plan.awake and plan.close_after_s < again:
             again = max(soon_s, plan.close_after_s)
-        return WindowDecision(not plan.awake, why, now + again)
+        return WindowDecision(not plan.awake, why, now + again, inputs)
 
     # ---------------------------------------------------------------- placement, moves, engines
 
@@ -149,3 +152,7 @@ class Predictive:
         retired = len(self._mover.retired & {w.id for w in view.workers})
         self._asked = max(0, target - retired), f"{why}; {retired} were freed by merging the step's tail" if retired else why
         return self._asked
+
+    def benefit(self) -> Benefit | None:
+        """None until a fleet was sized: on priors alone what is idle is taken."""
+        return self._fleet.benefit if self.settings.fleet and self._asked is not None and self.forecast.start.seen else None

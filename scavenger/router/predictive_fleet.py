@@ -7,7 +7,7 @@ expected life than its start costs (`harvest.autoscale.worth`), and goes there b
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from scavenger.harvest import autoscale
 from scavenger.router import window as windows
@@ -31,6 +31,7 @@ class FleetSizer:
     price: float = 1.0
     useful: int = 0
     reason: str = ""
+    benefit: autoscale.Benefit | None = None  # of the last engine that is asked for
     state: autoscale.State = field(default_factory=autoscale.State)
     _steps: int = 0
     _sized_for: tuple[int, int] = (-1, -1)
@@ -60,12 +61,17 @@ class FleetSizer:
             self._none_since = None
         elif any(status in LOADING for status in here):
             self._none_since = None
-            return 1, f"one engine on trial is starting; {why}"
+            return self._trial(f"one engine on trial is starting; {why}")
         elif here or self._none_since is None:
             self._none_since = now
         elif now - self._none_since >= TRIAL_S:
-            return 1, f"none was asked for in {TRIAL_S / 60:.0f} min: one engine on trial; {why}"
+            return self._trial(f"none was asked for in {TRIAL_S / 60:.0f} min: one engine on trial; {why}")
         return target, why
+
+    def _trial(self, why: str) -> tuple[int, str]:
+        if self.benefit is not None:
+            self.benefit = replace(self.benefit, saving=None)
+        return 1, why
 
     def _size(self, view: RunView, forecast: Forecast, now: float) -> None:
         step, lengths = view.step, forecast.lengths
@@ -81,6 +87,7 @@ class FleetSizer:
         needed = autoscale.break_even(max(run_gpus, gpus), gpus, start_s, life, self.price)
         size = windows.size_fleet(whole, view.max_engines, max(self.least_saving, needed))
         verdict = autoscale.worth(size.saving, max(run_gpus, gpus), gpus, start_s, life, price=self.price)
+        self.benefit = autoscale.Benefit(size.saving, max(run_gpus, gpus), gpus, start_s, self.price)
         self._steps, self._sized_for = 0, (step.samples, view.max_engines)
         self.useful = size.engines if verdict.ask else 0
         self.reason = f"{size.reason}; the last one {verdict.reason}"

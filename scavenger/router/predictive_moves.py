@@ -66,13 +66,14 @@ class Mover:
         shifts: Sequence[offload.Shift] = ()
         if settings.rebalance:
             shifts = offload.rebalance(loads, price, outlook.ready_s(picture))
-        if not shifts and settings.tails:
+        merges = not shifts and settings.tails
+        if merges:
             shifts = self._merge(picture, loads, price)
         if shifts:
             outlook.changed()
         for shift in shifts:
             self._left[shift.sample_id] = self._left.get(shift.sample_id, frozenset()) | {shift.source}
-        return [Move(shift.sample_id, shift.source, shift.target, shift.reason) for shift in shifts]
+        return [Move(shift.sample_id, shift.source, shift.target, shift.reason, merges) for shift in shifts]
 
     def _loads(self, picture: Picture, now: float) -> list[offload.Load]:
         expected, plan = picture.expected, self._outlook.plan

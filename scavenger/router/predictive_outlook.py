@@ -80,9 +80,9 @@ class Outlook:
         return self.forecast.curve("harvested", picture.harvested[0].gpus if picture.harvested else 1)
 
     def train_s(self, picture: Picture) -> float:
-        """Seconds to train a token."""
+        """Seconds to train a token, its share of a round's own cost included."""
         engine_gpus = picture.harvested[0].gpus if picture.harvested else 1
-        return self.forecast.costs(self.curve(picture), engine_gpus, sum(w.gpus for w in picture.reserved)).train_s
+        return self.forecast.train_s(self.curve(picture), engine_gpus, sum(w.gpus for w in picture.reserved))
 
     def ready_s(self, picture: Picture) -> float:
         """The trainer's work in hand: nothing that comes sooner can end the step sooner. 0 while it does not train."""

@@ -123,7 +123,12 @@ class Placer:
         leases = placement.assign(ranked, engines.values())
         have = {job.sample_id: job for job in jobs}
         workers = {w.id: w for w in picture.workers}
-        return [Placement(s, w, self._bound(have[s], engines[w], workers[w], len(engines)), why) for s, w, why in leases]
+        found = []
+        for sample_id, worker_id, why in leases:
+            bound = self._bound(have[sample_id], engines[worker_id], workers[worker_id], len(engines))
+            why += f"; {bound.reason}" if bound is not None else ""
+            found.append(Placement(sample_id, worker_id, bound.tokens if bound is not None else None, why))
+        return found
 
     def _order(self, picture: Picture, jobs: Sequence[placement.Job], now: float) -> list[Ranked]:
         expected = picture.expected
@@ -167,10 +172,10 @@ class Placer:
             )
         return engines
 
-    def _bound(self, job: placement.Job, engine: placement.Engine, worker: WorkerView, engines: int) -> int | None:
+    def _bound(self, job: placement.Job, engine: placement.Engine, worker: WorkerView, engines: int) -> offload.Bound | None:
         """Only where a lease cannot be asked back later, and where there is another engine to go to."""
         if not self._settings.bounds or worker.yields or engines < 2:
             return None
         batch = max(1, engine.leases)
         price = offload.Price(engine.reload_s, self._outlook.forecast.transfer_s, self._settings.margin)
-        return offload.lease_bound(job.have, job.rest, engine.curve.step_s(batch, engine.context), batch, price).tokens
+        return offload.lease_bound(job.have, job.rest, engine.curve.step_s(batch, engine.context), batch, price)

@@ -9,12 +9,13 @@ Rows of each kind are bounded (`told.Budget`); what was left out is counted in t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
 import msgspec
 
+from scavenger.harvest.autoscale import Benefit
 from scavenger.ledger import records as rec
 from scavenger.router.core import Core
 from scavenger.router.policy import Move, Placement
@@ -30,6 +31,7 @@ class Code(StrEnum):
 
     PLACED = "placed"
     MOVED = "moved"
+    MERGED = "merged"  # moved so that engines may go: the step's tail
     OPENED = "opened"
     REOPENED = "reopened"  # within a step in which it had been closed
     CLOSED = "closed"
@@ -44,7 +46,8 @@ def placed(core: Core, run: Run, answers: Sequence[Placement]) -> None:
     if told:
         by_worker = Counter(str(answer.worker_id) for answer in told)
         subject, why = _of_many([(answer.sample_id, answer.reason) for answer in told])
-        _write(core, run, "placement", "lease", Code.PLACED, subject, why, samples=len(told), by_worker=dict(by_worker))
+        bounded = sum(answer.most_tokens is not None for answer in told)
+        _write(core, run, "placement", "lease", Code.PLACED, subject, why, samples=len(told), by_worker=dict(by_worker), bounded=bounded)
 
 
 def moved(core: Core, run: Run, moves: Iterable[Move]) -> None:
@@ -52,7 +55,8 @@ def moved(core: Core, run: Run, moves: Iterable[Move]) -> None:
     if all_of:
         named = [[move.sample_id, move.from_worker, move.to_worker] for move in all_of[:NAMED]]
         subject, why = _of_many([(move.sample_id, move.reason) for move in all_of])
-        _write(core, run, "rebalance", "move", Code.MOVED, subject, why, samples=len(all_of), moves=named)
+        code = Code.MERGED if all_of[0].merges else Code.MOVED
+        _write(core, run, "rebalance", "move", code, subject, why, samples=len(all_of), moves=named)
 
 
 def _of_many(reasons: Sequence[tuple[int, str]]) -> tuple[str, str]:
@@ -61,8 +65,8 @@ def _of_many(reasons: Sequence[tuple[int, str]]) -> tuple[str, str]:
     return f"sample {sample_id}", why if len(reasons) == 1 else f"{why} (and {len(reasons) - 1} more samples)"
 
 
-def window(core: Core, run: Run, all_done: bool) -> None:
-    """The policy says another thing of the window than before: `run.window`."""
+def window(core: Core, run: Run, all_done: bool, inputs: Mapping[str, float]) -> None:
+    """The policy says another thing of the window than before: `run.window`, by these figures."""
     told, said = run.told, run.window
     code = Code.UNDECIDED
     if said == "close":
@@ -70,13 +74,13 @@ def window(core: Core, run: Run, all_done: bool) -> None:
         code = Code.ALL_DONE if all_done else Code.CLOSED
     elif said == "open":
         code = Code.REOPENED if told.closed_in == run.newest else Code.OPENED
-    _write(core, run, "window", said or "none", code, run.name, run.window_reason or "nobody decides", step=run.newest[1])
+    _write(core, run, "window", said or "none", code, run.name, run.window_reason or "nobody decides", step=run.newest[1], by=dict(inputs))
 
 
-def engines(core: Core, run: Run, number: int, reason: str) -> None:
-    """How many harvested engines the run could use; told when it is another number."""
+def engines(core: Core, run: Run, number: int, reason: str, benefit: Benefit | None) -> None:
+    """How many harvested engines the run could use; told when it is another number, with what the last of them is worth."""
     if number != run.told.engines:
-        _write(core, run, "engines", "want", Code.FLEET, run.name, reason, engines=number, before=run.told.engines)
+        _write(core, run, "engines", "want", Code.FLEET, run.name, reason, engines=number, before=run.told.engines, by=benefit)
         run.told.engines = number
 
 

@@ -99,23 +99,27 @@ def _search(model: StepModel) -> tuple[float, float, float]:
         """Whether the earlier of two is as good: without a look at the later, where that cannot be even alike to the best."""
         return model.least_s(right) > max(at(left), at(best) * (1 + LATER)) or at(left) <= at(right)
 
-    best = min((best, _golden(no_later, low, high)), key=lambda w: (at(w), w))
+    left, right = golden(no_later, low, high, REFINEMENTS)
+    best = min((best, left if no_later(left, right) else right), key=lambda w: (at(w), w))
     least = at(best)
     later = max((w for w in known if w < end and known[w] <= least * (1 + LATER)), default=best) if best < end else best
     return later, known[later], at(0.0)
 
 
-def _golden(no_later: Callable[[float, float], bool], low: float, high: float) -> float:
-    """Golden section search for the least value between two points. `no_later`: whether the first of two is no greater than the second."""
+def golden(no_later: Callable[[float, float], bool], low: float, high: float, times: int) -> tuple[float, float]:
+    """Golden section search for the least value between two points: the two that are looked at next, after so many comparisons.
+
+    `no_later(left, right)`: whether the value at the first of two is no greater than at the second.
+    """
     left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
-    for _ in range(REFINEMENTS):
+    for _ in range(times):
         if no_later(left, right):
             high, right = right, left
             left = high - _GOLDEN * (high - low)
         else:
             low, left = left, right
             right = low + _GOLDEN * (high - low)
-    return left if no_later(left, right) else right
+    return left, right
 
 
 #: Samples that each engine serves at a time, as shares of an even share of all that is left: what `serve` tries.
@@ -172,6 +176,11 @@ def carried(situation: Situation, usual: Serving) -> Serving:
     return replace(kept, reason=f"{_at_a_time(kept)}, as was decided for a step before")
 
 
+def limit_of(situation: Situation, share: float) -> float:
+    """A share of an even one in samples, for each engine that generates or will; NEVER where that is no less than an even share."""
+    return _limit(share, _fair(situation))
+
+
 def _fair(situation: Situation) -> float:
     """Samples for each engine that generates, or will."""
     coming = sum(more for _, more in situation.arrivals if more > 0)
@@ -180,9 +189,13 @@ def _fair(situation: Situation) -> float:
 
 
 def _serving(order: int, share: float, fair: float) -> Serving:
-    limit = max(LEAST_SERVED, math.ceil(share * fair)) if share < NEVER else NEVER
-    limit = limit if limit < fair else NEVER
+    limit = _limit(share, fair)
     return Serving(order, limit, share if limit < NEVER else NEVER)
+
+
+def _limit(share: float, fair: float) -> float:
+    limit = max(LEAST_SERVED, math.ceil(share * fair)) if share < NEVER else NEVER
+    return limit if limit < fair else NEVER
 
 
 def _at_a_time(serving: Serving) -> str:

@@ -36,8 +36,9 @@ from scavenger.router.policy import (
     WindowDecision,
     WorkerView,
 )
+from scavenger.router.window import limit_of
 from scavenger.simulate.clairvoyant_model import line
-from scavenger.simulate.clairvoyant_plan import limit_of, plan, share_of
+from scavenger.simulate.clairvoyant_plan import plan, share_of
 from scavenger.simulate.clairvoyant_seats import MOVE_GAIN_S, STORED, Known, Order, Seat, best_move
 from scavenger.simulate.decode import EngineSpec
 from scavenger.simulate.policies.even import even_share

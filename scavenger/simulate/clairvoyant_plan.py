@@ -1,8 +1,9 @@
 """The clairvoyant policy's search: when the window closes, and how many samples an engine serves at a time. Pure.
 
-The predictions are those that all controllers reckon with (`forecast_step`), told the truth. The search is its own: what the live
-controller's is tuned to must not move the yardstick that it is measured by. It looks where the last answer was and in a coarse grid, goes
-downhill from the best of these, and looks at no window that cannot win:
+The predictions are those that all controllers reckon with (`forecast_step`), told the truth; golden section and what a share is in samples
+are `window`'s: a formula has one home. The search is its own: what the live controller's is tuned to must not move the yardstick that it
+is measured by. It looks where the last answer was and in a coarse grid, goes downhill from the best of these, and looks at no window that
+cannot win:
 
     asleep    waking costs both toggles, and all that is left must be trained: where that alone takes as long as to train on, no window is
               looked at. Nor is more than a coarse grid where its best is far from worth it.
@@ -11,11 +12,11 @@ downhill from the best of these, and looks at no window that cannot win:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from scavenger.router.forecast_step import NEVER, Situation, StepModel
+from scavenger.router.window import golden, limit_of
 
 GRID = 5
 #: Downhill by this share of the time in which all is generated, then to a fraction of it by golden section.
@@ -29,11 +30,9 @@ LATER = 0.005
 REOPEN_GAIN = 0.05
 #: A coarse grid's best may be so much above the very best.
 COARSE = 0.03
-#: Samples at a time, as shares of an even share of all that is left, the least of them, and what another share must save of the step.
+#: Samples at a time, as shares of an even share of all that is left, and what another share must save of the step.
 SHARES = (NEVER, 0.85, 0.7, 0.6, 0.5, 0.42, 0.35)
-LEAST_SERVED = 8
 SERVE_GAIN = 0.01
-_GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +80,8 @@ class _Search:
             if nearer == best:
                 break
             best = nearer
-        self._golden(max(0.0, best - stride), min(end, best + stride))
+        low, high = max(0.0, best - stride), min(end, best + stride)
+        golden(lambda left, right: self.at(left) <= self.at(right), low, high, REFINEMENTS if high > low else 0)
         return self._best(self.known)
 
     def latest(self, best: float) -> float:
@@ -91,16 +91,6 @@ class _Search:
 
     def _best(self, windows: Iterable[float]) -> float:
         return min(windows, key=lambda w: (self.at(w), w))
-
-    def _golden(self, low: float, high: float) -> None:
-        left, right = high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)
-        for _ in range(REFINEMENTS if high > low else 0):
-            if self.at(left) <= self.at(right):
-                high, right = right, left
-                left = high - _GOLDEN * (high - low)
-            else:
-                low, left = left, right
-                right = low + _GOLDEN * (high - low)
 
 
 def plan(situation: Situation, near_s: float | None = None) -> Plan:
@@ -155,12 +145,3 @@ def share_of(situation: Situation, usual: float) -> float:
         tried[share], near_s = found[limit].step_s, found[limit].window_s
     best = min(tried, key=lambda share: (tried[share], -share))
     return usual if tried[usual] * (1 - SERVE_GAIN) <= tried[best] else best
-
-
-def limit_of(situation: Situation, share: float) -> float:
-    """A share in samples; NEVER where that is no less than an even share."""
-    coming = sum(more for _, more in situation.arrivals if more > 0)
-    engines = situation.harvested.engines + coming + situation.awake * situation.reserved.engines
-    fair = len(situation.samples) / max(1.0, engines)
-    limit = max(LEAST_SERVED, math.ceil(share * fair)) if share < NEVER else NEVER
-    return limit if limit < fair else NEVER

@@ -74,6 +74,7 @@ class Under:
     done: list[GroupDone] = field(default_factory=list)
     seconds: _Seconds = field(default_factory=_Seconds)
     window_end: float = -1.0
+    rounds: int = 0
     toggles: dict[str, float] = field(default_factory=dict)  # what each way of the toggle took, as metrics
 
 
@@ -265,6 +266,7 @@ class SimTrainer:
         groups = len(under.ready)
         seconds = self._train_s(under)
         under.seconds.train += seconds
+        under.rounds += 1
         self._compute(seconds, lambda: self._trained(under, groups))
 
     def _to_training_s(self) -> float:
@@ -308,6 +310,7 @@ class SimTrainer:
             "seconds_seed": seconds.seed + seconds.toggle,
             "seconds_wait": seconds.wait,
             "seconds_train": seconds.train,
+            "rounds": float(under.rounds),
             "seconds_update": seconds.update,
             "seconds_publish": seconds.publish,
             "tokens": float(tokens),

@@ -40,6 +40,7 @@ explained AS (
                      WHEN 'own_pending' THEN 'our own pending jobs are to take them'
                      WHEN 'headroom' THEN 'limit headroom_gpus'
                      WHEN 'quarantine' THEN 'their nodes are quarantined'
+                     WHEN 'settling' THEN 'not idle for long enough to outlast a start, or not worth one'
                      WHEN 'no_room' THEN 'no node has room for a whole engine'
                      WHEN '' THEN 'the release that decided noted no code (see for_example)'
                      ELSE d.code END END AS reason

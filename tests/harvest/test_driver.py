@@ -18,9 +18,13 @@ from scavenger.cluster.local import LocalServer
 from scavenger.cluster.model import ClusterView, JobState, PreemptMode
 from scavenger.errors import ConfigError, Fenced
 from scavenger.harvest import waiting
+from scavenger.harvest.autoscale import Benefit
+from scavenger.harvest.idling import Idle, Idling, node_class
 from scavenger.harvest.sights import comment_of
+from scavenger.harvest.survival import prior
 from scavenger.ledger import records as rec
 from scavenger.router.events import Identity, IntentRevoked, JobGone
+from scavenger.router.machine import Demand
 from tests.harvest.world import UID, World, layout, running, spec, until
 
 DIES = "#!/bin/bash\nexit 3\n"
@@ -299,6 +303,35 @@ def test_a_quiet_cluster_adds_no_decision_per_look(world: World) -> None:
     assert len(world.of(rec.Decision)) == 1
     assert "no run is open" in world.of(rec.Decision)[0].reason
     assert world.of(rec.Decision)[0].code == "no_run"
+
+
+def test_a_gpu_that_is_not_worth_a_start_is_left_idle_and_the_record_says_by_which_figures(world: World) -> None:
+    """Ages come from the looks of this very daemon; the curve is given: to learn one takes a hundred lives."""
+    worth = Benefit(1e-9, 8.0, 1, 60.0)
+    harvester = world.harvester()
+
+    def known(share: float, now: float) -> Idle:
+        ages = Idling.known(harvester.idling, share, now)
+        assert {name: len(since) for name, since in ages.since.items()} == {"node1": 2, "node2": 2}
+        return replace(ages, curves={node_class(node): prior() for node in world.site.view().nodes})
+
+    harvester.idling.known = known  # type: ignore[method-assign]
+
+    async def play() -> None:
+        world.demand = [Demand(1, "run", 1, 1, "one is useful", benefit=worth)]
+        async with running(harvester):
+            await until("a decision", lambda: world.of(rec.Decision))
+            assert not world.jobs()
+            world.demand = [Demand(1, "run", 1, 1, "one is very useful", benefit=replace(worth, saving=0.5))]
+            harvester.poke()
+            await until("an engine", lambda: world.jobs(JobState.RUNNING))
+
+    asyncio.run(play())
+    left, taken = world.of(rec.Decision)[0], world.acted("submit")[0]
+    assert (left.action, left.code) == ("none", "settling")
+    assert "not worth its start" in left.inputs
+    assert "one more saves 50.00% of a step" in taken.reason
+    assert "from 0 s on" in taken.inputs
 
 
 def test_a_partition_that_stops_being_preemptible_gets_its_engines_withdrawn(world: World) -> None:

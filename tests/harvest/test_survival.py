@@ -7,7 +7,18 @@ import random
 
 import pytest
 
-from scavenger.harvest.survival import HOUR_S, PRIOR_HAZARD_PER_S, Life, Survival, estimate, prior, settle_s
+from scavenger.harvest.survival import (
+    HOUR_S,
+    MOST_STARTS,
+    MOST_UNUSED,
+    NEARLY,
+    PRIOR_HAZARD_PER_S,
+    Life,
+    Survival,
+    estimate,
+    prior,
+    settle_s,
+)
 
 
 def test_without_trust_in_a_prior_the_curve_is_kaplan_and_meiers() -> None:
@@ -84,7 +95,26 @@ def test_waiting_for_a_gpu_to_settle_avoids_wasted_starts() -> None:
     assert 20 < wait < 200
     assert curve.survives(100.0, age_s=wait) >= 0.95
     assert settle_s(curve, 100.0, 0.3) == 0.0
-    assert settle_s(estimate([Life(15.0, True)] * 500, prior()), 1e5, 0.99) == math.inf
+
+
+def test_nothing_is_waited_for_where_waiting_changes_nothing() -> None:
+    """A life without memory outlasts a start as likely at any age; and one whom nobody ever outlasts is for `worth` to refuse."""
+    assert settle_s(prior(), 3000.0, 0.985) == 0.0
+    assert settle_s(estimate([Life(15.0, True)] * 500, prior()), 1e5, 0.99) == 0.0
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_wait_is_bounded_and_comes_near_to_what_any_bounded_wait_reaches(seed: int) -> None:
+    rng = random.Random(seed)
+    lives = [Life(rng.lognormvariate(5, 2.0), rng.random() < 0.9) for _ in range(2000)]
+    curve, cold = estimate(lives, prior()), rng.choice([5.0, 60.0, 300.0])
+    for share in (0.5, 0.9, 0.985, 0.9999):
+        wait = settle_s(curve, cold, share)
+        assert wait <= MOST_STARTS * cold
+        assert curve.expected_s(wait) >= MOST_UNUSED * curve.expected_s()
+        bounded = [age for age in range(0, int(MOST_STARTS * cold), 5) if curve.expected_s(age) >= MOST_UNUSED * curve.expected_s()]
+        best = max(curve.survives(cold, age_s=age) for age in bounded)
+        assert 1 - curve.survives(cold, age_s=wait) <= max(1 - share, (NEARLY + 0.5) * (1 - best)) + 1e-9, "ages in between differ a little"
 
 
 def test_a_life_cannot_end_before_it_came_into_sight() -> None:

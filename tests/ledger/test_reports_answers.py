@@ -10,7 +10,10 @@ import pytest
 import sqlalchemy as sa
 
 from scavenger.cluster.model import JobState, Reservation
+from scavenger.harvest.autoscale import Benefit
+from scavenger.harvest.idling import Idle, node_class
 from scavenger.harvest.policy import Code, Decision, Limits, OurJob, decide
+from scavenger.harvest.survival import prior
 from scavenger.ledger import records as r
 from scavenger.ledger.store import open_engine
 from scavenger.router.machine import Demand
@@ -215,6 +218,7 @@ def why_none(demand: Sequence[Demand], jobs: Sequence[OurJob] = (), limits: Limi
 
 OURS = ours("scv-1", 101, JobState.RUNNING)
 BOOKED = Reservation("course", frozenset({"node1"}), T0 + 50, T0 + 900)
+AGES = Idle({}, {node_class(node("node1")): prior()}, 0.985)
 FULL = (node("node0"), *(node(f"node{n}", 4) for n in (1, 2, 3)))
 REASONS = [
     (why_none([]), "no run is open"),
@@ -240,6 +244,8 @@ REASONS = [
     (why_none([SIX], limits=replace(LIMITS, hidden="PrivateData", blind=True)), "others' jobs are hidden, and some could not preempt us"),
     (why_none([SIX], limits=replace(LIMITS, min_life_s=60), reservations=[BOOKED]), "a reservation begins soon on their nodes"),
     (why_none([SIX], [mine(False)], replace(LIMITS, max_gpus_per_node=1), others=[OURS]), "limit max_gpus_per_node"),
+    (why_none([replace(SIX, benefit=Benefit(1e-9, 8.0, 1, 60.0))], limits=replace(LIMITS, idle=AGES)),
+     "not idle for long enough to outlast a start, or not worth one"),
 ]  # fmt: skip
 
 

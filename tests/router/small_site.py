@@ -21,13 +21,14 @@ START_S = 60.0
 
 @dataclass
 class Trainer:
-    """Seconds a token, to toggle and to finish; a round takes all that is ready once `round_groups` are."""
+    """Seconds a token, a round, to toggle and to finish; a round takes all that is ready once `round_groups` are."""
 
     token_s: float
     round_groups: int = 4
     sleep_s: float = 3.0
     wake_s: float = 3.0
     finish_s: float = 4.0
+    round_s: float = 0.0
 
 
 @dataclass
@@ -101,7 +102,7 @@ class SmallSite:
         self.submitted, self.awake, self.awake_since, self.generated_s = start, True, start, 0.0
         self.moves, self.reasons = 0, list[str]()
         self.ready, self.round = list[int](), list[int]()  # groups: whole, and in the round under way
-        self.trained, self.busy_until, self.train_from = 0, start, math.inf
+        self.trained, self.rounds, self.busy_until, self.train_from = 0, 0, start, math.inf
         self.size = (len(self.samples), len(groups))
         self._tell(seam.StepSubmitted(self.step, "train", *self.size))
         for host in self.hosts.values():
@@ -126,8 +127,11 @@ class SmallSite:
             self.generated_s += self.now - self.awake_since
         self.now += self.trainer.finish_s
         seconds = self.now - start
-        train_s = self.trainer.token_s * sum(s.target + PROMPT for s in self.samples.values())
-        metrics = {"seconds": seconds, "seconds_train": train_s, "seconds_update": self.trainer.finish_s, "seconds_wait": seconds - train_s}
+        train_s = self.trainer.token_s * sum(s.target + PROMPT for s in self.samples.values()) + self.trainer.round_s * self.rounds
+        metrics = {
+            "seconds": seconds, "seconds_train": train_s, "seconds_update": self.trainer.finish_s, "seconds_wait": seconds - train_s,
+            "rounds": float(self.rounds),
+        }  # fmt: skip
         self._tell(seam.StepFinished(self.step, "train", metrics))
         assert all(s.done and s.tokens == s.target for s in self.samples.values()), "a token was lost"
         return Result(seconds, self.generated_s, self.moves, sum(s.target for s in self.samples.values()), self.reasons)
@@ -212,7 +216,8 @@ class SmallSite:
         if len(self.ready) >= self.trainer.round_groups or not any(self.left.values()):
             self.round, self.ready = self.ready, []
             tokens = sum(s.target + PROMPT for s in self.samples.values() if s.group in set(self.round))
-            self.busy_until = self.now + self.trainer.token_s * tokens
+            self.rounds += 1
+            self.busy_until = self.now + self.trainer.round_s + self.trainer.token_s * tokens
 
     # ---------------------------------------------------------------- what is asked
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from scavenger.router.forecast import Forecast
 from scavenger.router.forecast_lengths import Belief, Group, LengthForecast, impute
-from scavenger.router.forecast_speed import PREFILL_SHARE, PRIOR_STEP, Average, Curve, CurveFit, Curves, Ratio
+from scavenger.router.forecast_speed import PREFILL_SHARE, PRIOR_STEP, Average, Curve, CurveFit, Curves, Ratio, RoundFit
 from scavenger.router.policy import SampleFinished, StepFinished, Toggled, WorkerJoined, WorkerLost
 
 CAP = 14_000
@@ -273,3 +273,61 @@ def test_engines_that_live_for_seconds_are_expected_to_be_lost_within_steps_of_s
         forecast.observe(WorkerJoined(worker, "harvested", "n1", 1), 10.0 * worker)
         forecast.observe(WorkerLost(worker, "harvested", "n1", 1, 8.0, True, "SIGTERM"), 10.0 * worker + 8.0)
     assert forecast.loss_per_s(1, 400.0) > 0.05
+
+
+def test_what_a_round_costs_is_told_apart_from_what_tokens_cost() -> None:
+    rng, forecast = random.Random(3), Forecast()
+    for step in range(1, 31):
+        rounds, tokens = rng.randint(3, 30), rng.randint(50, 200)
+        forecast.observe(SampleFinished(step, step, step, tokens, 0, False, 1, "harvested", "n1"), step)
+        noisy = rng.gauss(1.0, 0.02) * (0.4 * rounds + 0.05 * tokens)
+        forecast.observe(StepFinished(step, "train", {"seconds": 99.0, "seconds_train": noisy, "rounds": float(rounds)}), step)
+    costs = forecast.costs(Curve(0.01, 0.0, 0.0), 1, 8)
+    assert costs.round_s == pytest.approx(0.4, rel=0.1)
+    assert costs.train_s == pytest.approx(0.05, rel=0.1)
+    assert forecast.train_s(Curve(0.01, 0.0, 0.0), 1, 8) > 1.4 * costs.train_s, "a token's share of the rounds is in it"
+
+
+def test_rounds_that_nobody_counts_cost_nothing_of_themselves() -> None:
+    """Another trainer's steps, and those of ledgers from before."""
+    forecast = Forecast()
+    forecast.observe(SampleFinished(1, 1, 1, 1000, 100, False, 1, "harvested", "n1"), 1.0)
+    forecast.observe(StepFinished(1, "train", {"seconds": 9.0, "seconds_train": 4.0}), 2.0)
+    curve = Curve(0.01, 0.0, 0.0)
+    assert forecast.costs(curve, 1, 1).round_s == 0.0
+    assert forecast.costs(curve, 1, 1).train_s == forecast.train_s(curve, 1, 1)
+
+
+@pytest.mark.parametrize("steps", [1, 40])
+def test_steps_that_are_all_alike_leave_nothing_to_the_rounds(steps: int) -> None:
+    """They cannot tell: then a prediction must be what was measured, however few rounds there are to come."""
+    fit = RoundFit()
+    assert fit.costs() is None
+    for _ in range(steps):
+        fit.observe(10.0, 1e6, 50.0)
+    found = fit.costs()
+    assert found is not None
+    round_s, token_s = found
+    assert 10 * round_s + 1e6 * token_s == pytest.approx(50.0, rel=1e-6)
+    assert round_s < 1e-6
+    with pytest.raises(ValueError, match="rounds"):
+        fit.observe(0.0, 1.0, 1.0)
+
+
+@given(st.lists(st.tuples(st.integers(1, 100), st.integers(1, 10**7), st.floats(1e-3, 1e4)), min_size=1, max_size=20))
+def test_no_cost_is_negative_whatever_was_measured(steps: list[tuple[int, int, float]]) -> None:
+    fit = RoundFit()
+    for rounds, tokens, seconds in steps:
+        fit.observe(rounds, tokens, seconds)
+    found = fit.costs()
+    assert found is not None
+    assert min(found) >= 0
+    assert max(found) > 0
+
+
+@pytest.mark.parametrize("rounds", [-1.0, 0.0, 1e300, math.nan, math.inf])
+def test_rounds_that_cannot_be_teach_nothing(rounds: float) -> None:
+    forecast = Forecast()
+    forecast.observe(SampleFinished(1, 1, 1, 1000, 100, False, 1, "harvested", "n1"), 1.0)
+    forecast.observe(StepFinished(1, "train", {"seconds_train": 4.0, "rounds": rounds}), 2.0)
+    assert forecast.rounds.costs() is None

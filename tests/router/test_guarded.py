@@ -11,6 +11,7 @@ import pytest
 from scavenger import daemon, wire
 from scavenger.config import RouterSection
 from scavenger.errors import WireError
+from scavenger.harvest.autoscale import Benefit
 from scavenger.ledger import experience
 from scavenger.router import policy as seam
 from scavenger.router import runs, steps
@@ -18,6 +19,11 @@ from scavenger.router.guarded import Guarded, guarded
 from scavenger.router.policy import PlainView, Standard, StepView
 from scavenger.router.predictive import Predictive
 from tests.router.harness import SOURCE, root, started
+
+
+class Weighing(Standard):
+    def benefit(self) -> Benefit | None:
+        return Benefit(0.1, 8.0, 1, 60.0)
 
 
 class Broken(Standard):
@@ -38,6 +44,11 @@ def test_a_policy_that_fails_is_replaced_once_and_told() -> None:
     assert told == [("r", "ZeroDivisionError")]
     assert policy.engines(view, 0.0)[0] == 1
     assert (policy.place(view, 0.0), policy.rebalance(view, 0.0), policy.window(view, 0.0)) == ([], (), None)
+
+
+def test_a_guarded_policy_says_what_an_engine_is_worth_if_it_knows() -> None:
+    assert Guarded("r", Weighing(), lambda *_: None).benefit() == Benefit(0.1, 8.0, 1, 60.0)
+    assert Guarded("r", Standard(), lambda *_: None).benefit() is None
 
 
 def test_a_fault_of_the_standard_policy_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -412,9 +412,45 @@ def test_a_run_that_asks_for_no_engine_tries_one_now_and_then() -> None:
         return sizer.engines(view, forecast, now)[0]
 
     assert asked(1000.0) == 0
+    assert sizer.benefit is not None
+    assert sizer.benefit.saving is not None
     assert asked(1000.0 + TRIAL_S - 1) == 0
     assert asked(1000.0 + TRIAL_S) == 1
+    assert sizer.benefit.saving is None, "nobody knows what it would save"
     assert asked(1001.0 + TRIAL_S, worker(2, status="loading")) == 1, "it may finish its start"
     assert asked(1040.0 + TRIAL_S, worker(2)) == 0, "and goes, if nothing changed by it"
     assert asked(1041.0 + TRIAL_S) == 0
     assert asked(1041.0 + 2 * TRIAL_S) == 1
+
+
+def test_what_a_round_costs_is_learned_from_whole_steps() -> None:
+    policy = Predictive("r")
+    where = SmallSite(policy, SPEC, 2, 3, Trainer(token_s=8e-5, round_groups=2, round_s=4.0), CAP)
+    for groups in steps(6, seed=5):
+        where.play(groups)
+    costs = policy.forecast.costs(policy.forecast.curve("harvested", 1), 1, 2)
+    assert costs.round_s == pytest.approx(4.0, rel=0.2)
+    assert costs.train_s == pytest.approx(8e-5, rel=0.15)
+
+
+def test_what_an_engine_is_worth_is_told_once_starts_were_seen_and_a_fleet_was_sized() -> None:
+    """Until then what is idle is taken: priors are no reason to leave it."""
+    policy = Predictive("r", Settings(price=0.5))
+    policy.observe(seam.StepSubmitted(1, "train", 64, 8, cap=4000), 1.0)
+    step = StepView(step=1, samples=64, groups=8)
+    view = PlainView(step=step, workers=[worker(1, kind="reserved"), worker(2)], max_engines=6, max_batch=32)
+    engines, _ = policy.engines(view, 1.0)
+    assert engines > 0
+    assert policy.benefit() is None
+    policy.observe(seam.WorkerReady(2, "harvested", "n2", 1, 1, True, 40.0, 5.0, 35.0), 50.0)
+    policy.observe(seam.StepFinished(1, "train", {"seconds": 100.0, "seconds_train": 10.0}), 100.0)
+    policy.engines(view, 101.0)
+    benefit = policy.benefit()
+    assert benefit is not None
+    assert benefit.start_s == pytest.approx(40.0, rel=0.05)
+    assert (benefit.run_gpus, benefit.gpus, benefit.price) == (1, 1, 0.5)
+    assert benefit.saving is not None
+    assert 0 < benefit.saving < 1
+    assert isinstance(policy, seam.Weighs)
+    assert not isinstance(Standard(), seam.Weighs)
+    assert Predictive("r", Settings(fleet=False)).benefit() is None

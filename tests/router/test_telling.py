@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from scavenger.harvest.autoscale import Benefit
 from scavenger.ledger import records as rec
 from scavenger.router import telling
 from scavenger.router.core import Core
@@ -34,7 +35,7 @@ def test_a_row_for_each_answer_names_how_many_and_the_first_one_s_reason() -> No
     place, move = told(core)
     assert (place.policy, place.action, place.code, place.subject) == ("placement", "lease", "placed", "sample 4")
     assert place.reason == "longest (and 2 more samples)"
-    assert json.loads(place.inputs) == {"samples": 3, "by_worker": {"1": 2, "2": 1}, "run": "r"}
+    assert json.loads(place.inputs) == {"samples": 3, "by_worker": {"1": 2, "2": 1}, "bounded": 0, "run": "r"}
     assert (move.code, move.reason, json.loads(move.inputs)["moves"]) == ("moved", "two is idle", [[7, 1, 2]])
 
 
@@ -75,7 +76,7 @@ def test_the_window_s_codes_say_what_kind_of_change_it_is() -> None:
     codes = []
     for said, all_done in (("open", False), ("close", False), ("open", False), ("close", True), ("", False)):
         run.window, run.window_reason = said, "why"
-        telling.window(core, run, all_done)
+        telling.window(core, run, all_done, {"samples": 7.0})
         codes += [row.code for row in told(core)]
     assert codes == ["opened", "closed", "reopened", "all_done", "undecided"]
 
@@ -83,8 +84,16 @@ def test_the_window_s_codes_say_what_kind_of_change_it_is() -> None:
 def test_how_many_engines_are_wanted_is_told_when_it_changes() -> None:
     core, run = core_and_run()
     for number in (3, 3, 3, 2, 2):
-        telling.engines(core, run, number, f"{number} are useful")
-    assert [(row.reason, json.loads(row.inputs)["before"]) for row in told(core)] == [("3 are useful", None), ("2 are useful", 3)]
+        telling.engines(core, run, number, f"{number} are useful", Benefit(0.1, 8.0, 1, 60.0))
+    rows = told(core)
+    assert [(row.reason, json.loads(row.inputs)["before"]) for row in rows] == [("3 are useful", None), ("2 are useful", 3)]
+    assert json.loads(rows[0].inputs)["by"] == {"saving": 0.1, "run_gpus": 8.0, "gpus": 1, "start_s": 60.0, "price": 1.0}
+
+
+def test_moves_of_a_step_s_tail_have_a_word_of_their_own() -> None:
+    core, run = core_and_run()
+    telling.moved(core, run, [Move(7, 1, 2, "worker 1 is emptied", merges=True)])
+    assert [row.code for row in told(core)] == ["merged"]
 
 
 def test_a_predicting_daemon_s_run_is_explained_by_its_decisions() -> None:
@@ -100,8 +109,14 @@ def test_a_predicting_daemon_s_run_is_explained_by_its_decisions() -> None:
     assert isinstance(bench.router.core.runs["r"].policy, Predictive)
     rows = [r for r in bench.ledger.log if isinstance(r, rec.Decision)]
     assert {row.policy for row in rows} == {"placement", "window", "engines"}
-    assert all(row.code and row.reason for row in rows)
+    assert all(row.code and row.reason and json.loads(row.inputs) for row in rows)
+    opened = next(json.loads(row.inputs)["by"] for row in rows if row.policy == "window")
+    assert opened["reserved"] == 1
+    assert {"samples", "harvested", "train_s", "round_s", "sleep_s", "decode_s", "lost_per_h"} <= opened.keys()
     assert next(row.reason for row in rows if row.policy == "engines") == demand.reason
+    wanted = next(json.loads(row.inputs) for row in rows if row.policy == "engines")
+    assert demand.benefit is not None
+    assert wanted["by"]["saving"] == demand.benefit.saving
 
 
 def test_each_run_has_a_policy_of_its_own() -> None:

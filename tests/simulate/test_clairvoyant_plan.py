@@ -10,7 +10,8 @@ import pytest
 from scavenger.router.forecast_service import Outstanding
 from scavenger.router.forecast_speed import Curve
 from scavenger.router.forecast_step import NEVER, Costs, Pool, Situation, StepModel
-from scavenger.simulate.clairvoyant_plan import LATER, REOPEN_GAIN, SERVE_GAIN, SHARES, limit_of, plan, share_of
+from scavenger.router.window import limit_of
+from scavenger.simulate.clairvoyant_plan import LATER, REOPEN_GAIN, SERVE_GAIN, SHARES, plan, share_of
 
 CURVE = Curve(7e-3, 2e-5, 6e-8)
 

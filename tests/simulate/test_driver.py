@@ -9,6 +9,7 @@ import pytest
 
 from scavenger.errors import ConfigError
 from scavenger.router.policy import Standard
+from scavenger.router.predictive import Predictive
 from scavenger.simulate import presets
 from scavenger.simulate import trainer_model as cost
 from scavenger.simulate.contender import Contender
@@ -207,3 +208,17 @@ def test_answers_that_do_not_fit_an_engine_and_endless_runs_are_refused() -> Non
 def test_the_live_default_policy_runs_in_the_simulator_too() -> None:
     out = simulate(replace(UNEVEN, steps=2), Contender("standard", Standard, window=0.5))
     assert [step.samples for step in out.steps] == [256, 256]
+
+
+def test_a_simulated_trainer_tells_what_a_round_costs() -> None:
+    """As the live one does, in the same figures: the policy learns it by the same code."""
+    made: list[Predictive] = []
+
+    def ours() -> Predictive:
+        made.append(Predictive("run"))
+        return made[-1]
+
+    dear = replace(UNEVEN, trainer=replace(TRAINER, overhead_s=3.0), round_tokens=10**7, steps=6)  # a round is one micro-step
+    simulate(dear, replace(OURS, new_policy=ours))
+    costs = made[0].forecast.costs(made[0].forecast.curve("harvested", 1), 1, TRAINER.ranks)
+    assert costs.round_s == pytest.approx(3.0, rel=0.15)

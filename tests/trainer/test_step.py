@@ -163,6 +163,7 @@ def test_the_daemon_is_told_how_far_the_step_is_trained_filtered_groups_included
     assert tokens == sorted(tokens)
     assert groups[-1] == 6
     assert tokens[-1] > result.metrics["tokens"], "prompts count"
+    assert len(tokens) == result.metrics["rounds"] <= result.metrics["micro_steps"]
 
 
 def test_reserved_engines_finish_the_step_when_the_harvested_die_after_the_window(model_folder: Path, mesh: DeviceMesh) -> None:
