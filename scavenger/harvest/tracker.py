@@ -84,7 +84,7 @@ class Tracked:
     asked_at: float = 0.0
     why_leaving: str = ""
     code_leaving: Code | None = None
-    pinned: str = ""  # the node that it was submitted for; unknown after a restart
+    pinned: str = ""  # the node that it was submitted for; after a restart the one where it ran, if it did
     worked: bool = False  # its engine held leases
     inherited: bool = False  # a daemon before this one submitted it, perhaps for another release
 
@@ -151,7 +151,8 @@ class Tracker:
     def restore(self, states: Sequence[rec.JobState], now: float) -> None:
         """Take over what the ledger has. Nothing is concluded before the first view."""
         for state in sorted(states, key=lambda s: s.intended.intent_id):
-            one = Tracked(state.intended, state.job_id, known_at=now, since=now, last_state=state.last_state, inherited=True)
+            one = Tracked(state.intended, state.job_id, known_at=now, since=now, last_state=state.last_state, inherited=True,
+                          pinned=state.node)  # fmt: skip  # where it ran it will wait again: its room is kept
             one.stage = Stage.UNKNOWN if not state.job_id else Stage.HOLDING if state.hold_open else Stage.WAITING
             # A hold may be recorded once: only a job last seen waiting has certainly not had the one of its present restart count.
             one.last_hold = state.restart_count - (state.last_state in ("", JobState.PENDING))
