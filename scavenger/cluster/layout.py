@@ -46,6 +46,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     message_timeout_s: Annotated[float, msgspec.Meta(ge=2)] = 3.0
     requeue_delay_s: Seconds = 6.0
     cluster_name: Name = "sandbox"
+    backup: bool = False  # Slurm: a second slurmctld stands by, and takes over when the first one has been silent for a while
     qos: bool = False  # Slurm (not the local backend) preempts by QOS: `normal` preempts `scavenge`; takes slurmdbd and MariaDB
 
     def check(self) -> Layout:

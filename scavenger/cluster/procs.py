@@ -9,11 +9,13 @@ import contextlib
 import ctypes
 import os
 import signal
+import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_CLONE_NEWUTS, _CLONE_NEWUSER = 0x04000000, 0x10000000
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +119,28 @@ def become_subreaper() -> None:
 def die_with_parent(sig: signal.Signals = signal.SIGKILL) -> None:
     """Ask the kernel to signal this process when its parent ends. For use between fork and exec."""
     _prctl(_PR_SET_PDEATHSIG, int(sig))
+
+
+def as_daemon(hostname: str = "") -> None:
+    """Between fork and exec: ended with its parent, and under this hostname if one is given."""
+    if hostname:
+        take_hostname(hostname)
+    die_with_parent()  # last: a new namespace's credentials would undo it
+
+
+def take_hostname(name: str) -> None:
+    """A hostname of this process's own, which nobody else on the machine sees. For use between fork and exec, with one thread.
+
+    Whoever is not root has it through a user namespace in which he is who he was. Raises `OSError` where the kernel allows neither.
+    """
+    uid, gid = os.getuid(), os.getgid()
+    if _LIBC.unshare(_CLONE_NEWUTS | (_CLONE_NEWUSER if uid else 0)) != 0:
+        raise OSError(ctypes.get_errno(), "no namespace for a hostname may be made here")
+    socket.sethostname(name)
+    if uid:
+        for file, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
+            with open(f"/proc/self/{file}", "w", encoding="ascii") as out:
+                out.write(text)
 
 
 def _prctl(option: int, value: int) -> None:

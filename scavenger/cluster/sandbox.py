@@ -11,6 +11,7 @@ Knows nothing of harvesting or training. Slurm must be installed (see `missing_s
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import pwd
 import re
@@ -29,9 +30,9 @@ from typing import IO, Self
 
 import msgspec
 
-from scavenger.cluster import procs, runner, sandbox_accounting
+from scavenger.cluster import procs, runner, sandbox_accounting, sandbox_controllers
 from scavenger.cluster.layout import Layout, decode_layout, demo_layout, encode_layout
-from scavenger.cluster.ports import free_ports, listens
+from scavenger.cluster.ports import free_ports
 from scavenger.cluster.sandbox_conf import Site, gres_conf, slurm_conf
 from scavenger.errors import ClusterError, ScavengerError
 
@@ -183,9 +184,7 @@ class SlurmSandbox:
     @property
     def controller_pid(self) -> int:
         """That of the slurmctld which runs now; 0 while one that was killed has not been started again."""
-        mark = "slurmctld -D"
-        below = procs.descendants(self.ready.pid, procs.snapshot())
-        return next((pid for pid in below if mark in procs.title(pid) and procs.title(pid).endswith(self.ready.conf)), 0)
+        return sandbox_controllers.pid_of(self.ready.pid, self.ready.conf)
 
     def freeze_controller(self) -> None:
         """SIGSTOP slurmctld: commands time out, as with a controller that hangs."""
@@ -238,13 +237,13 @@ class _Daemons:
         (self.dir / "etc/gres.conf").write_text(gres_conf(self.layout, self.site))
         (self.dir / "etc/cgroup.conf").write_text("CgroupAutomount=no\n")
 
-    def spawn(self, name: str, *argv: str) -> None:
+    def spawn(self, name: str, *argv: str, hostname: str = "") -> None:
         binary = shutil.which(argv[0], path=self.env["PATH"])
         assert binary is not None
         with open(self.dir / "log" / f"{name}.out", "ab") as log:
             self.children[name] = subprocess.Popen(
                 [binary, *argv[1:]], env=self.env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-                preexec_fn=procs.die_with_parent)  # this process has one thread
+                preexec_fn=functools.partial(procs.as_daemon, hostname))  # this process has one thread
 
     def start(self) -> None:
         run, munge = self.dir / "run", self.dir / "munge"
@@ -255,9 +254,7 @@ class _Daemons:
         self.wait_for("munged's socket", deadline, lambda: (run / "munge.socket").exists())
         if self.layout.qos:
             sandbox_accounting.start(self, deadline)
-        self.spawn("slurmctld", "slurmctld", "-D", "-c", "-f", str(self.conf))  # -c: without the state of an earlier life
-        # a slurmd that finds no controller sleeps for a whole second
-        self.wait_for("slurmctld's port", deadline, lambda: listens(self.site.port))
+        sandbox_controllers.start(self, deadline)  # a slurmd that finds no controller sleeps for a whole second
         stepd = shutil.which("slurmstepd", path=self.env["PATH"])
         for node in self.layout.nodes:
             self.spawn(f"slurmd.{node}", "slurmd", "-D", "-N", node, "-f", str(self.conf), "-d", str(stepd))
@@ -285,7 +282,7 @@ class _Daemons:
 
     def stop(self) -> None:
         """Controller first (a throw-away cluster needs no orderly end), then nodes, then every step and what it runs."""
-        self._end([name for name in self.children if name == "slurmctld"], signal.SIGKILL)
+        self._end([name for name in self.children if name.startswith("slurmctld")], signal.SIGKILL)
         self._end([name for name in self.children if name.startswith("slurmd.")], signal.SIGTERM)
         own = {child.pid for child in self.children.values()}
         while True:  # steps, and what they started, are our descendants: we are their reaper
@@ -354,9 +351,7 @@ def _watch(daemons: _Daemons, watch_stdin: bool) -> None:
             if child.poll() is not None and name not in reported:
                 reported.add(name)
                 sys.stderr.write(f"sandbox: {name} ended with status {child.returncode}\n{daemons.errors(name)}\n")
-        if daemons.children["slurmctld"].poll() == -signal.SIGKILL:  # as its unit would: with the state that it saved
-            daemons.spawn("slurmctld", "slurmctld", "-D", "-f", str(daemons.conf))
-            reported.discard("slurmctld")
+        reported -= sandbox_controllers.revive(daemons)
         procs.reap({child.pid for child in daemons.children.values() if child.returncode is None})
 
 

@@ -33,7 +33,7 @@ def cred_expire_s(layout: Layout) -> int:
 
 _GLOBAL = """\
 ClusterName={layout.cluster_name}
-SlurmctldHost={site.host}(127.0.0.1)
+{controllers}
 SlurmctldPort={site.port}
 SlurmUser={site.user}
 SlurmdUser={site.user}
@@ -67,7 +67,7 @@ JobRequeue=1
 KillWait={kill_wait}
 MessageTimeout={message_timeout}
 MinJobAge=300
-SlurmctldTimeout=30
+SlurmctldTimeout={controller_timeout}
 SlurmdTimeout=60
 InactiveLimit=0
 PreemptType=preempt/{preempt}
@@ -76,6 +76,11 @@ SchedulerType=sched/backfill
 SchedulerParameters=sched_interval=1,sched_min_interval=0,batch_sched_delay=0,bf_interval=1
 PriorityType=priority/basic
 """
+#: Hostnames of the controllers where there are two: each listens on its own host's address only, and so their port may be the same.
+CONTROLLER_HOSTS = ("127.0.0.1", "127.0.0.2")
+_TWO_CONTROLLERS = "\n".join([*(f"SlurmctldHost={host}" for host in CONTROLLER_HOSTS), "CommunicationParameters=NoCtldInAddrAny"])
+#: The backup takes over when the first controller was silent for so long.
+TAKEOVER_S = 8
 _ACCOUNTING = """\
 AccountingStorageType=accounting_storage/slurmdbd
 AccountingStorageHost=127.0.0.1
@@ -90,6 +95,8 @@ def slurm_conf(layout: Layout, site: Site) -> str:
     head = _GLOBAL.format(
         layout=layout, site=site, cred_expire=cred_expire_s(layout), kill_wait=_ceil(layout.kill_wait_s),
         message_timeout=_ceil(layout.message_timeout_s), preempt="qos" if layout.qos else "partition_prio",
+        controllers=_TWO_CONTROLLERS if layout.backup else f"SlurmctldHost={site.host}(127.0.0.1)",
+        controller_timeout=TAKEOVER_S if layout.backup else 30,
         accounting=_ACCOUNTING.format(site=site) if layout.qos else "AccountingStorageType=accounting_storage/none")
     sockets, cores = (2, layout.cpus // 2) if layout.cpus % 2 == 0 else (1, layout.cpus)
     gres = f" Gres=gpu:{layout.gpu_type}:{layout.gpus}" if layout.gpus else ""

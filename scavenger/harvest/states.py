@@ -75,10 +75,10 @@ STATES: tuple[State, ...] = (
 
 #: What a failed look means, and when the next one is. None of them cancels, closes or submits anything.
 TROUBLES: dict[Trouble, tuple[str, str]] = {
-    Trouble.NO_ANSWER: ("slurmctld hangs, or is slower than command_timeout_s", "after quick_s, doubling to 300 s"),
+    Trouble.NO_ANSWER: ("slurmctld hangs, is slow, or hangs up (clocks differ by minutes, or keys)", "after quick_s, doubling to 300 s"),
     Trouble.DOWN: ("nobody listens: slurmctld is stopped or restarting", "after quick_s, doubling to 300 s"),
     Trouble.FAILING_OVER: ("a backup controller has not taken over yet", "after quick_s, doubling to 300 s"),
-    Trouble.AUTH: ("munge is down here or there, or clocks differ by minutes", "after quick_s, doubling to 300 s"),
+    Trouble.AUTH: ("munge is down here", "after quick_s, doubling to 300 s"),
     Trouble.RATE_LIMITED: ("Slurm asks for fewer requests (rl_enable)", "after observe_s, doubling to 300 s"),
     Trouble.PARTIAL: ("an answer that is cut off, malformed, or leaves nodes out", "after quick_s, doubling to 300 s"),
     Trouble.BACKEND: ("pyslurm's process ended or hung; it is started again", "after quick_s, doubling to 300 s"),

@@ -134,7 +134,9 @@ def _wait_or_move(
     found = []
     for job in sorted((job for job in ours if job.waits), key=lambda job: (-job.gpus, job.intent_id)):
         listed = counted.ours.get(job.job_id)
-        begins_s = listed.eligible_time - now if listed is not None and listed.waits else 0.0
+        # Slurm says by its own clock that it is to begin later; ours may be minutes behind, and then every fresh job would look like it
+        later = listed is not None and listed.waits and listed.reason.startswith("BeginTime")
+        begins_s = listed.eligible_time - now if listed is not None and later else 0.0
         movable = job.intent_id in free_to_move and not job.held and job.job_id > 0
         if begins_s > limits.fresh_after_s:
             if movable:

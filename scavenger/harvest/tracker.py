@@ -97,7 +97,8 @@ class Tracker:
     def restore(self, states: Sequence[rec.JobState], now: float) -> None:
         """Take over what the ledger has. Nothing is concluded before the first view."""
         for state in sorted(states, key=lambda s: s.intended.intent_id):
-            one = Tracked(state.intended, state.job_id, known_at=now, since=now, last_state=state.last_state, inherited=True)
+            one = Tracked(state.intended, state.job_id, known_at=now, since=now, last_state=state.last_state, inherited=True,
+                          pinned=state.node)  # fmt: skip  # where it ran it will wait again: its room is kept
             one.stage = Stage.UNKNOWN if not state.job_id else Stage.HOLDING if state.hold_open else Stage.WAITING
             # A hold may be recorded once: only a job last seen waiting has certainly not had the one of its present restart count.
             one.last_hold = state.restart_count - (state.last_state in ("", JobState.PENDING))

@@ -317,6 +317,15 @@ def test_after_a_restart_an_open_hold_goes_on_and_is_not_recorded_twice() -> Non
     assert [r.restart_count for r in w.of(rec.HoldStarted)] == [2]
 
 
+def test_after_a_restart_a_job_that_waits_again_waits_for_the_node_where_it_ran() -> None:
+    """Else a fresh one is put there, and the other waits behind it while a node that it may not have is idle."""
+    w = Watch()
+    ran, never_ran = rec.JobState(intended(A), 5, "RUNNING", 0, "node1", True), rec.JobState(intended(B), 6, "PENDING", 0, "", False)
+    w.tracker.restore([ran, never_ran], 100.0)
+    w.see(101, ours(A, 5, restart_count=1, reason="BeginTime"), ours(B, 6, reason="Resources"))
+    assert [job.pinned for job in w.tracker.jobs({})] == ["node1", ""]
+
+
 def test_after_a_restart_an_engine_that_dies_lived_since_its_hold_began() -> None:
     w = Watch()
     w.tracker.restore([rec.JobState(intended(A), 5, "RUNNING", 0, "node1", True, held_since=20.0)], 100.0)

@@ -91,6 +91,8 @@ class World:
     stalled: bool = False  # the ledger takes records and makes none durable
     fenced: bool = False
     ahead_s: float = 0.0  # the daemon's clock, of the scheduler's
+    clock: Callable[[], float] = time.time
+    uid: str = UID  # of its ledger
     cluster: Reached = field(init=False)
 
     def __post_init__(self) -> None:
@@ -128,9 +130,10 @@ class World:
             self.allowed.pop(key, None)
 
         made = Harvester(
-            self.config(template, **harvest), self.cluster, UID, commit=commit, write=write, post=self.said.append,
+            self.config(template, **harvest), self.cluster, self.uid, commit=commit, write=write, post=self.said.append,
             demand=lambda: self.demand, leases=leases, register=self.allowed.__setitem__,
-            unregister=forget, clock=lambda: time.time() + self.ahead_s, leave_s=leave_s, draw=lambda: 0.5,
+            unregister=forget, clock=lambda: self.clock() + self.ahead_s, leave_s=leave_s,
+            draw=lambda: 0.5,
         )  # fmt: skip
         return made
 
