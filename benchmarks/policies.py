@@ -41,6 +41,8 @@ SEGMENTS = Path(__file__).with_name("segments.json")
 MODELS = {"Qwen3-8B": 8, "Qwen3-14B": 8, "Qwen3-32B": 16}  # -> reserved GPUs
 CAPS = (1, 2, 4, 8, 0)  # pairs; 0 = uncapped
 UNCAPPED = 128
+#: A live daemon's heartbeats come every second or so, and Slurm is looked at as often as the site allows: for all policies alike.
+HEARTBEAT_S = OBSERVE_S = 10.0
 EARTH_END_S = 72 * 3600.0
 PRICES = (10.47, 2.66)  # dollars an hour of a reserved and of a harvested GPU
 COMPARED = ("colocated", "polyrl", "rlboost", "ours", "clairvoyant")
@@ -91,7 +93,10 @@ def fleet_of(folder: Path, name: str, seed: int) -> Fleet:
 def scenario_of(unit: Unit, fleet: Fleet) -> Scenario:
     """The published setting over the whole segment, with as many engines as the cell allows; weights are relayed, for all policies."""
     setting = Setting(unit.model, MODELS[unit.model])
-    return replace(scenario(setting, fleet, steps=0, seed=unit.seed), max_engines=unit.pairs or UNCAPPED, relay=True)
+    return replace(
+        scenario(setting, fleet, steps=0, seed=unit.seed), max_engines=unit.pairs or UNCAPPED, relay=True, heartbeat_s=HEARTBEAT_S,
+        observe_s=OBSERVE_S,
+    )  # fmt: skip
 
 
 def result_of(out: Outcome) -> Result:
