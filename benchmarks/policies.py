@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
+import gc
 import json
 import math
 import queue
@@ -32,6 +34,7 @@ from scavenger.simulate.clairvoyant_site import clairvoyant
 from scavenger.simulate.driver import simulate
 from scavenger.simulate.engine import Streams
 from scavenger.simulate.fleet import Fleet
+from scavenger.simulate.lengths import Remembered
 from scavenger.simulate.outcome import Outcome
 from scavenger.simulate.policies.registry import CONTENDERS
 from scavenger.simulate.published import STACK, Setting, scenario
@@ -90,12 +93,17 @@ def fleet_of(folder: Path, name: str, seed: int) -> Fleet:
     return whole.segment(one["start_s"], described["length_s"])
 
 
+@functools.cache
+def lengths_of(setting: Setting) -> Remembered:
+    return Remembered(setting.lengths())
+
+
 def scenario_of(unit: Unit, fleet: Fleet) -> Scenario:
     """The published setting over the whole segment, with as many engines as the cell allows; weights are relayed, for all policies."""
     setting = Setting(unit.model, MODELS[unit.model])
     return replace(
         scenario(setting, fleet, steps=0, seed=unit.seed), max_engines=unit.pairs or UNCAPPED, relay=True, heartbeat_s=HEARTBEAT_S,
-        observe_s=OBSERVE_S,
+        observe_s=OBSERVE_S, lengths=lengths_of(setting),
     )  # fmt: skip
 
 
@@ -133,6 +141,8 @@ def play(unit: Unit, folder: Path, policies: Sequence[str], alone: Alone) -> dic
 def work(folder: Path, policies: Sequence[str]) -> None:
     """A worker process: units come as JSON lines, results leave as JSON lines."""
     alone: Alone = {}
+    gc.freeze()
+    gc.set_threshold(200_000, 20, 100)  # samples live for a step, and name no cycle that is not taken apart
     for line in sys.stdin:
         unit = Unit(**json.loads(line))
         found = play(unit, folder, policies, alone)
