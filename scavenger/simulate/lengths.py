@@ -35,7 +35,7 @@ class Lengths(Protocol):
 
 
 class Remembered:
-    """`Lengths` that draw a group once: policies that are compared over one scenario, and scenarios with one seed, ask for the same ones."""
+    """`Lengths` that draw a group once: policies that are compared, and scenarios with one seed, ask for the same ones."""
 
     def __init__(self, lengths: Lengths) -> None:
         self._lengths = lengths
