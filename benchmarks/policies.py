@@ -1,79 +1,60 @@
 """Policies against each other: every cell of (segment x model x fleet cap), many seeds, with 95 % confidence. Writes `policies.md`.
 
-    python benchmarks/policies.py --traces DIR [--seeds 10] [--jobs 2] [--reduced] [--policy ours,rlboost,...] [--out FILE.md]
+    python -m benchmarks.policies --traces DIR --keep FILE [--seeds 10] [--jobs 2] [--reduced] [--policy ours,rlboost,...] [--out FILE.md]
+    python -m benchmarks.policies --traces DIR --keep FILE --no-run        (the page of what is there so far)
 
 Cells are never averaged over segments, whose starts are fixed in `segments.json`. The setting is that of the published points
 (`published.STACK`), whatever the policy. A unit of work is one cell with one seed: all its policies meet the same fleet, lengths and cold
 starts, so ratios are taken seed by seed. Colocated, which uses no fleet, is played once for a model and a seed. `--jobs` processes take one
-unit after the other; what they find is kept in `--keep FILE`, from which an ended run goes on.
+unit after the other, seed by seed, so that an unfinished table has all cells. What they find is kept in `--keep FILE`, unit by unit: ended
+at any moment, by whatever, the same command goes on from there.
 
-The page ends with the rows that miss a goal (`GOALS`), each with what the clairvoyant reaches there and where the step's seconds went.
+The page ends with the rows that miss a goal (`policies_table.GOALS`), each with the reason and where the step's seconds went.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import functools
+import gc
+import hashlib
 import json
-import math
+import os
 import queue
+import signal
 import statistics
 import subprocess
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
+from benchmarks.policies_table import COMPARED, Found, Result, Unit, cpu, page
+from scavenger.errors import ConfigError
 from scavenger.simulate import traces
 from scavenger.simulate.clairvoyant_site import clairvoyant
 from scavenger.simulate.driver import simulate
 from scavenger.simulate.engine import Streams
 from scavenger.simulate.fleet import Fleet
+from scavenger.simulate.lengths import Remembered
 from scavenger.simulate.outcome import Outcome
 from scavenger.simulate.policies.registry import CONTENDERS
 from scavenger.simulate.published import STACK, Setting, scenario
 from scavenger.simulate.scenario import Scenario
 
+ROOT = Path(__file__).resolve().parents[1]
 SEGMENTS = Path(__file__).with_name("segments.json")
 MODELS = {"Qwen3-8B": 8, "Qwen3-14B": 8, "Qwen3-32B": 16}  # -> reserved GPUs
 CAPS = (1, 2, 4, 8, 0)  # pairs; 0 = uncapped
 UNCAPPED = 128
+#: A live daemon's heartbeats come every second or so, and Slurm is looked at as often as the site allows: for all policies alike.
+HEARTBEAT_S = OBSERVE_S = 10.0
 EARTH_END_S = 72 * 3600.0
 PRICES = (10.47, 2.66)  # dollars an hour of a reserved and of a harvested GPU
-COMPARED = ("colocated", "polyrl", "rlboost", "ours", "clairvoyant")
-# Student's t for two-sided 95 %, by degrees of freedom; beyond the table the normal's.
-T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Unit:
-    """One cell with one seed."""
-
-    segment: str
-    model: str
-    pairs: int
-    seed: int
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """What one policy did in one unit."""
-
-    tokens_per_s: float
-    tokens_per_dollar: float
-    tokens_per_dollar_free: float  # harvested GPUs at no price
-    steps: int
-    starts: int
-    wasted: int
-    preemptions: int
-    harvested_gpu_hours: float
-    step_s: float  # of the mean step, and its parts
-    window_s: float
-    wait_s: float
-    train_s: float
 
 
 def fleet_of(folder: Path, name: str, seed: int) -> Fleet:
@@ -88,23 +69,27 @@ def fleet_of(folder: Path, name: str, seed: int) -> Fleet:
     return whole.segment(one["start_s"], described["length_s"])
 
 
+@functools.cache
+def lengths_of(setting: Setting) -> Remembered:
+    return Remembered(setting.lengths())
+
+
 def scenario_of(unit: Unit, fleet: Fleet) -> Scenario:
     """The published setting over the whole segment, with as many engines as the cell allows; weights are relayed, for all policies."""
     setting = Setting(unit.model, MODELS[unit.model])
-    return replace(scenario(setting, fleet, steps=0, seed=unit.seed), max_engines=unit.pairs or UNCAPPED, relay=True)
+    return replace(
+        scenario(setting, fleet, steps=0, seed=unit.seed), max_engines=unit.pairs or UNCAPPED, relay=True, heartbeat_s=HEARTBEAT_S,
+        observe_s=OBSERVE_S, lengths=lengths_of(setting),
+    )  # fmt: skip
 
 
-def result_of(out: Outcome) -> Result:
+def result_of(out: Outcome, cpu_s: float) -> Result:
     reserved, harvested = PRICES
     return Result(
         out.tokens_per_s, out.tokens_per_dollar(reserved, harvested), out.tokens_per_dollar(reserved, 0.0), len(out.steps), out.starts,
         out.wasted_starts, out.preemptions, out.harvested_gpu_hours, out.step_seconds / max(1, len(out.steps)),
-        *(_mean([getattr(step, part) for step in out.steps]) for part in ("seed_s", "wait_s", "train_s")),
+        *(statistics.mean([getattr(step, part) for step in out.steps] or [0.0]) for part in ("seed_s", "wait_s", "train_s")), cpu_s=cpu_s,
     )  # fmt: skip
-
-
-def _mean(values: Sequence[float]) -> float:
-    return statistics.mean(values) if values else 0.0
 
 
 Alone = dict[tuple[str, int], Result]
@@ -116,7 +101,12 @@ def play(unit: Unit, folder: Path, policies: Sequence[str], alone: Alone) -> dic
     found = {}
     for name in policies:
         known = alone.get((unit.model, unit.seed)) if name == "colocated" else None
-        found[name] = known or result_of(simulate(cell, clairvoyant(cell) if name == "clairvoyant" else CONTENDERS[name]))
+        if known is not None:
+            found[name] = replace(known, cpu_s=0.0)
+            continue
+        started = time.process_time()
+        out = simulate(cell, clairvoyant(cell) if name == "clairvoyant" else CONTENDERS[name])
+        found[name] = result_of(out, time.process_time() - started)
     if "colocated" in found:
         alone[unit.model, unit.seed] = found["colocated"]
     return found
@@ -128,25 +118,35 @@ def play(unit: Unit, folder: Path, policies: Sequence[str], alone: Alone) -> dic
 def work(folder: Path, policies: Sequence[str]) -> None:
     """A worker process: units come as JSON lines, results leave as JSON lines."""
     alone: Alone = {}
+    code = code_of()
+    gc.freeze()
+    gc.set_threshold(200_000, 20, 100)  # samples live for a step, and name no cycle that is not taken apart
     for line in sys.stdin:
         unit = Unit(**json.loads(line))
-        found = play(unit, folder, policies, alone)
-        print(json.dumps({"unit": asdict(unit), "found": {name: asdict(one) for name, one in found.items()}}), flush=True)
+        found = {name: asdict(one) for name, one in play(unit, folder, policies, alone).items()}
+        print(json.dumps({"unit": asdict(unit), "found": found, "code": code}), flush=True)
 
 
-Found = dict[Unit, dict[str, Result]]
+@functools.cache
+def code_of() -> str:
+    """What a unit's result depends on besides the traces: the modules that are played, and the scenario."""
+    played = [path for part in ("router", "harvest", "simulate") for path in ROOT.glob(f"scavenger/{part}/**/*.py")]
+    told = hashlib.blake2b(digest_size=8)
+    for path in sorted([*played, ROOT / "scavenger/phases.py", SEGMENTS, Path(__file__)]):
+        told.update(path.read_bytes())
+    return told.hexdigest()
 
 
-def read(line: str, into: Found) -> None:
-    one = json.loads(line)
-    into[Unit(**one["unit"])] = {name: Result(**result) for name, result in one["found"].items()}
+def spread(units: Sequence[Unit], jobs: int, argv: Sequence[str]) -> Iterator[str]:
+    """Hand the units to `jobs` processes, each the next one when it is done with one; yields what they answer, a line each.
 
-
-def spread(units: Sequence[Unit], jobs: int, folder: Path, policies: Sequence[str], keep: Path | None) -> Iterator[str]:
-    """Hand the units to processes, each the next one when it is done with one; yields their lines, and appends them to `keep` before."""
-    argv = [sys.executable, __file__, "--traces", str(folder), "--policy", ",".join(policies), "--worker"]
+    They are in sessions of their own: an interrupt from the terminal ends them by this one's hand alone.
+    """
     todo, lines = deque(units), queue.Queue[str | None]()
-    workers = [subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) for _ in range(jobs)]
+    workers = [
+        subprocess.Popen(argv, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, start_new_session=True)
+        for _ in range(jobs)
+    ]
     threads = [threading.Thread(target=_feed, args=(worker, todo, lines), daemon=True) for worker in workers]
     try:
         for thread in threads:
@@ -155,9 +155,6 @@ def spread(units: Sequence[Unit], jobs: int, folder: Path, policies: Sequence[st
             line = lines.get()
             if line is None:
                 raise SystemExit("a process ended before its unit: see its error above")
-            if keep is not None:
-                with keep.open("a") as file:
-                    file.write(line)
             yield line
     finally:
         for worker in workers:
@@ -165,6 +162,10 @@ def spread(units: Sequence[Unit], jobs: int, folder: Path, policies: Sequence[st
             worker.wait()
         for thread in threads:
             thread.join()
+        for worker in workers:
+            for pipe in (worker.stdin, worker.stdout):
+                if pipe is not None:
+                    pipe.close()
 
 
 def _feed(worker: subprocess.Popen[str], todo: deque[Unit], lines: queue.Queue[str | None]) -> None:
@@ -183,132 +184,52 @@ def _feed(worker: subprocess.Popen[str], todo: deque[Unit], lines: queue.Queue[s
             lines.put(None)
             return
         answer = worker.stdout.readline()
-        lines.put(answer or None)
+        lines.put(answer if answer.endswith("\n") else None)
         if not answer:
             return
 
 
-# ---------------------------------------------------------------- the table
+# ---------------------------------------------------------------- what is kept
 
 
-def interval(values: Sequence[float]) -> str:
-    """Mean and half the width of its 95 % confidence interval over seeds."""
-    mean = statistics.mean(values)
-    digits = 0 if mean >= 1000 else 2
-    if len(values) < 2:
-        return f"{mean:,.{digits}f}"
-    freedom = len(values) - 1
-    t = T95[freedom - 1] if freedom <= len(T95) else 1.96
-    return f"{mean:,.{digits}f} ± {t * statistics.stdev(values) / math.sqrt(len(values)):,.{digits}f}"
+class Kept:
+    """Results by unit, and the file that has them: each is there before the next is asked for. `codes`: by what code they were made."""
+
+    def __init__(self, path: Path | None, policies: Sequence[str]) -> None:
+        self.found: Found = {}
+        self.codes: set[str] = set()
+        self._path, self._policies = path, policies
+        if path is None or not path.exists():
+            return
+        whole = path.read_bytes()
+        end = whole.rfind(b"\n") + 1
+        if end < len(whole):  # who wrote the last line was killed while it did
+            print(f"{path}: its last line is not whole, and is left out", file=sys.stderr)
+            os.truncate(path, end)
+        for number, line in enumerate(whole[:end].decode().splitlines(), 1):
+            self._read(line, f"{path}, line {number}")
+
+    def add(self, line: str) -> None:
+        """One answer of a process."""
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(line)
+        self._read(line, "a process's answer")
+
+    def _read(self, line: str, where: str) -> None:
+        try:
+            one = json.loads(line)
+            unit, found = Unit(**one["unit"]), {name: Result(**result) for name, result in one["found"].items()}
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{where}: {error!r} in what should be a unit's results", "give --keep another file") from error
+        missing = [name for name in self._policies if name not in found]
+        if missing:
+            raise ConfigError(f"{where} was played without {missing[0]}", "give --keep another file, or name its policies with --policy")
+        self.found[unit] = found
+        self.codes.add(one.get("code", ""))
 
 
-def gap_closed(by_name: Mapping[str, Result]) -> float:
-    """(ours - colocated) / (clairvoyant - colocated) in tokens a second. NaN where there is no gap to close."""
-    ours, colocated, best = (by_name[name].tokens_per_s for name in ("ours", "colocated", "clairvoyant"))
-    return (ours - colocated) / (best - colocated) if best > 1.01 * colocated else math.nan
-
-
-def _ratio(first: str, second: str) -> Callable[[Mapping[str, Result]], float]:
-    return lambda found: found[first].tokens_per_s / found[second].tokens_per_s
-
-
-def _throughput_of(name: str) -> Callable[[Mapping[str, Result]], float]:
-    return lambda found: found[name].tokens_per_s
-
-
-def rows(found: Found, policies: Sequence[str]) -> Iterator[str]:
-    columns: list[tuple[str, Callable[[Mapping[str, Result]], float]]] = []
-    columns += [(f"{name} tok/s", _throughput_of(name)) for name in policies]
-    if "ours" in policies:
-        columns += [(f"ours / {name}", _ratio("ours", name)) for name in policies if name != "ours"]
-        if {"colocated", "clairvoyant"} <= set(policies):
-            columns.append(("gap closed", gap_closed))
-        if "colocated" in policies:
-            columns.append(("tokens/$ over colocated", lambda by: by["ours"].tokens_per_dollar / by["colocated"].tokens_per_dollar))
-            columns.append(("the same at no price", lambda by: by["ours"].tokens_per_dollar_free / by["colocated"].tokens_per_dollar_free))
-    yield "| segment | model | pairs | seeds | " + " | ".join(name for name, _ in columns) + " |"
-    yield "| --- " * (4 + len(columns)) + "|"
-    cells: dict[tuple[str, str, int], list[Mapping[str, Result]]] = {}
-    for unit in sorted(found):
-        cells.setdefault((unit.segment, unit.model, unit.pairs), []).append(found[unit])
-    for (segment, model, pairs), by_seed in cells.items():
-        values = [interval([of(one) for one in by_seed]) for _, of in columns]
-        yield f"| {segment} | {model} | {pairs or 'all'} | {len(by_seed)} | " + " | ".join(values) + " |"
-
-
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """A figure that shall be at least `least` wherever the clairvoyant reaches `allowed` of what `of_best` says."""
-
-    name: str
-    figure: Callable[[Mapping[str, Result]], float]
-    least: float
-    of_best: Callable[[Mapping[str, Result]], float]
-    allowed: float
-
-
-def _per_dollar(name: str) -> Callable[[Mapping[str, Result]], float]:
-    return lambda by: by[name].tokens_per_dollar / by["colocated"].tokens_per_dollar
-
-
-GOALS = (
-    Goal("gap closed", gap_closed, 0.9, lambda by: by["clairvoyant"].tokens_per_s / by["colocated"].tokens_per_s, 1.01),
-    Goal("ours / rlboost", _ratio("ours", "rlboost"), 1.15, _ratio("clairvoyant", "rlboost"), 1.15),
-    Goal("ours / polyrl", _ratio("ours", "polyrl"), 1.3, _ratio("clairvoyant", "polyrl"), 1.3),
-    Goal("ours / colocated", _ratio("ours", "colocated"), 2.2, _ratio("clairvoyant", "colocated"), 2.4),
-    Goal("tokens/$ over colocated", _per_dollar("ours"), 1.6, _per_dollar("clairvoyant"), 0.0),
-)
-
-
-def missed(found: Found) -> Iterator[str]:
-    """Goals by cell: met, missed, or out of the clairvoyant's reach; and each that is not met, with its figures."""
-    cells: dict[tuple[str, str, int], list[Mapping[str, Result]]] = {}
-    for unit in sorted(found):
-        cells.setdefault((unit.segment, unit.model, unit.pairs), []).append(found[unit])
-    lines, counts = [], {goal.name: [0, 0, 0] for goal in GOALS}
-    for (segment, model, pairs), by_seed in cells.items():
-        for goal in GOALS:
-            figure, best = (_mean([value for one in by_seed if not math.isnan(value := of(one))]) for of in (goal.figure, goal.of_best))
-            met, allowed = figure >= goal.least, best >= goal.allowed
-            counts[goal.name][0 if met else 1 if allowed else 2] += 1
-            if not met:
-                what = "" if allowed else ", out of the clairvoyant's reach"
-                told = f"{figure:.2f} of {goal.least:g} (clairvoyant {best:.2f}{what})"
-                lines.append(f"| {segment} | {model} | {pairs or 'all'} | {goal.name} | {told} | {_seconds(by_seed)} |")
-    yield "| goal | cells that meet it | miss it | miss it where the clairvoyant does |"
-    yield "| --- | --- | --- | --- |"
-    for goal in GOALS:
-        met_, missed_, beyond = counts[goal.name]
-        yield f"| {goal.name} >= {goal.least:g} | {met_} | {missed_} | {beyond} |"
-    if lines:
-        yield ""
-        yield "| segment | model | pairs | goal | reached | a step's seconds: all = window + wait + train + rest |"
-        yield "| --- | --- | --- | --- | --- | --- |"
-        yield from lines
-
-
-def _seconds(by_seed: Sequence[Mapping[str, Result]]) -> str:
-    told = []
-    for name in ("ours", "clairvoyant", "rlboost"):
-        parts = [_mean([getattr(one[name], part) for one in by_seed]) for part in ("step_s", "window_s", "wait_s", "train_s")]
-        told.append(f"{name} {parts[0]:.0f} = {parts[1]:.0f} + {parts[2]:.0f} + {parts[3]:.0f} + {parts[0] - sum(parts[1:]):.0f}")
-    return "; ".join(told)
-
-
-def page(found: Found, policies: Sequence[str], seconds: float, command: str) -> str:
-    seeds = sorted({unit.seed for unit in found})
-    head = [
-        "# Policies in simulation",
-        "",
-        f"*Simulated*, {datetime.date.today():%B %Y}, with the router, harvest policy and step machine that run live, over traces;",
-        "placement on the Earth segments is simulated. Mean over seeds ± half the 95 % confidence interval, ratios seed by seed. Setting:",
-        f"`scavenger/simulate/published.py`. Seeds {seeds[0]} to {seeds[-1]}; `pairs`: engines of two GPUs that the run may have.",
-        "",
-        f"`{command}`: {seconds / 60:.0f} min.",
-        "",
-    ]
-    goals = ["", "## Goals", "", *missed(found)] if set(COMPARED) <= set(policies) else []
-    return "\n".join([*head, *rows(found, policies), *goals, ""])
+# ---------------------------------------------------------------- the command
 
 
 def units_of(asked: argparse.Namespace) -> list[Unit]:
@@ -318,7 +239,7 @@ def units_of(asked: argparse.Namespace) -> list[Unit]:
     return [Unit(segment, model, cap, seed) for seed in range(asked.seeds) for segment in segments for model in MODELS for cap in CAPS]
 
 
-def main() -> None:
+def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traces", type=Path, required=True, help="folder of the traces named in segments.json")
     parser.add_argument("--seeds", type=int, default=10)
@@ -326,27 +247,56 @@ def main() -> None:
     parser.add_argument("--reduced", action="store_true", help="two cells, two seeds: minutes")
     parser.add_argument("--policy", default=",".join(COMPARED))
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".md"))
-    parser.add_argument("--keep", type=Path, help="file of results: read first, added to")
+    parser.add_argument("--keep", type=Path, help="file of results: read first, added to unit by unit")
+    parser.add_argument("--no-run", action="store_true", help="play nothing: the page of what --keep has")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    policies = asked.policy.split(",")
-    unknown = [name for name in policies if name not in CONTENDERS and name != "clairvoyant"]
+    asked = parser.parse_args(words)
+    asked.traces = asked.traces.resolve()
+    asked.policies = asked.policy.split(",")
+    unknown = [name for name in asked.policies if name not in CONTENDERS and name != "clairvoyant"]
     if unknown:
         parser.error(f"no policy {unknown[0]!r}: there are {', '.join([*CONTENDERS, 'clairvoyant'])}")
+    return asked
+
+
+def run(asked: argparse.Namespace, kept: Kept, answers: Iterable[str], units: int) -> None:
+    """Keep what comes, and tell how far it is. `units`: of the whole table."""
+    started, before = time.monotonic(), len(kept.found)
+    for line in answers:
+        kept.add(line)
+        passed, done = time.monotonic() - started, len(kept.found) - before
+        left_s = passed / done * (units - len(kept.found))
+        print(f"{len(kept.found)} of {units} units, {passed / 60:.1f} min, {left_s / 60:.0f} min to go", file=sys.stderr)
+
+
+def told(asked: argparse.Namespace, kept: Kept, units: int) -> list[str]:
+    """How the page came about."""
+    size = "--reduced" if asked.reduced else f"--seeds {asked.seeds}"
+    lines = [f"`python -m benchmarks.policies --traces DIR --keep FILE {size} --jobs {asked.jobs}`: {len(kept.found)} of {units} units,"]
+    lines += [f"{cpu(kept.found, asked.policies)}."]
+    if len(kept.codes) > 1:
+        lines += ["", f"**These units were played by {len(kept.codes)} versions of the code.**"]
+    return lines
+
+
+def main() -> None:
+    asked = parsed()
     if asked.worker:
-        work(asked.traces, policies)
+        work(asked.traces, asked.policies)
         return
-    found: Found = {}
-    for line in asked.keep.read_text().splitlines() if asked.keep and asked.keep.exists() else ():
-        read(line, found)
-    started = time.monotonic()
-    todo = [unit for unit in units_of(asked) if unit not in found]
-    for line in spread(todo, max(1, min(asked.jobs, len(todo))), asked.traces, policies, asked.keep) if todo else ():
-        read(line, found)
-        print(f"{len(found)} units, {time.monotonic() - started:.0f} s", file=sys.stderr)
-    command = "python benchmarks/policies.py --traces DIR" + "".join(f" {word}" for word in sys.argv[1:] if word in ("--reduced",))
-    command += f" --seeds {asked.seeds}" if not asked.reduced else ""
-    text = page(found, policies, time.monotonic() - started, f"{command} --jobs {asked.jobs}")
+    kept = Kept(asked.keep, asked.policies)
+    units = units_of(asked)
+    todo = [] if asked.no_run else [unit for unit in units if unit not in kept.found]
+    argv = [sys.executable, "-m", "benchmarks.policies", "--traces", str(asked.traces), "--policy", asked.policy, "--worker"]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        if todo:
+            run(asked, kept, spread(todo, max(1, min(asked.jobs, len(todo))), argv), len(units))
+    except KeyboardInterrupt:
+        raise SystemExit(f"{len(kept.found)} of {len(units)} units are kept in {asked.keep}: the same command goes on from there") from None
+    if not kept.found:
+        raise SystemExit("there is no unit yet: run without --no-run")
+    text = page(kept.found, asked.policies, f"{datetime.date.today():%B %Y}", told(asked, kept, len(units)))
     asked.out.write_text(text)
     print(text)
 

@@ -119,13 +119,15 @@ class Table:
         above += [self.score(length) for length in group.running if length > self.edges[0]]
         if not slope or not (known or above):
             return Belief()
-        total, count, mean, precision = sum(known), len(known), 0.0, 1.0
+        total, count, mean, precision, exp, erfc = sum(known), len(known), 0.0, 1.0, math.exp, math.erfc
         for _ in range(6):
             pull, information = (total - count * share * mean) / noise, float(count)
+            middle = share * mean
             for score in above:
-                t = (score - share * mean) / noise
+                t = (score - middle) / noise
                 if t > -6:
-                    h = hazard(t)
+                    # `hazard`, written out: a step has a thousand samples, and several looks a minute
+                    h = t + 1 / t if t > 8 else _DENSITY * exp(-0.5 * t * t) / (0.5 * erfc(t / _ROOT2))
                     pull += h
                     information += h * (h - t)
             precision = 1 + slope * slope * information

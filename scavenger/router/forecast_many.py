@@ -62,10 +62,10 @@ class _Many:
         return found
 
 
-def expected(table: Table, groups: Sequence[tuple[Belief, Sequence[int]]]) -> list[list[float]]:
-    """`Table.expected` of each group's samples, given as (belief, present lengths)."""
+def expected(table: Table, groups: Sequence[tuple[Belief, Sequence[int]]]) -> Floats:
+    """`Table.expected` of each group's samples, given as (belief, present lengths), group after group."""
     if not groups:
-        return []
+        return np.empty(0)
     root, correlation = math.sqrt(table.correlation), table.correlation
     have = [length for _, lengths in groups for length in lengths]
     counts = [len(lengths) for _, lengths in groups]
@@ -75,13 +75,13 @@ def expected(table: Table, groups: Sequence[tuple[Belief, Sequence[int]]]) -> li
     total = np.zeros(len(have))
     for share in SIXTHS:
         total = total + many.at(share)
-    return _split(np.minimum(float(table.cap), total / 3).tolist(), counts)
+    return np.minimum(float(table.cap), total / 3)
 
 
-def impute(table: Table, groups: Sequence[tuple[int, Belief, Group]]) -> list[list[float]]:
-    """`forecast_lengths.impute` of groups given as (key, belief, group)."""
+def impute(table: Table, groups: Sequence[tuple[int, Belief, Group]]) -> Floats:
+    """`forecast_lengths.impute` of groups given as (key, belief, group), group after group."""
     if not groups:
-        return []
+        return np.empty(0)
     root = math.sqrt(table.correlation)
     have = [length for _, _, group in groups for length in group.running]
     counts = [len(group.running) for _, _, group in groups]
@@ -89,12 +89,4 @@ def impute(table: Table, groups: Sequence[tuple[int, Belief, Group]]) -> list[li
     sd = np.full(len(have), math.sqrt(max(1 - table.correlation, 1e-6)))
     shares = np.array([share for (key, _, _), count in zip(groups, counts, strict=True) for share in scattered(key, count)])
     lengths = _Many(table, have, mean, sd).at(1 - shares)
-    return _split(np.minimum(float(table.cap), lengths).tolist(), counts)
-
-
-def _split(values: list[float], counts: Sequence[int]) -> list[list[float]]:
-    parts, first = [], 0
-    for count in counts:
-        parts.append(values[first : first + count])
-        first += count
-    return parts
+    return np.minimum(float(table.cap), lengths)

@@ -89,21 +89,20 @@ class Picture:
     def expected(self) -> dict[int, float]:
         """Expected tokens to come of each sample that is not done."""
         lengths = forecast_many.expected(self.table, [(belief, self._keys[group].running) for group, belief in self.beliefs.items()])
-        return self._rests(lengths)
+        views, have = self._unfinished
+        return dict(zip([sample.id for sample in views], (lengths - have).tolist(), strict=True))
 
     @cached_property
-    def imputed(self) -> dict[int, float]:
-        """One plausible number of tokens to come of each sample that is not done."""
+    def imputed(self) -> NDArray[np.float64]:
+        """One plausible number of tokens to come of each sample that is not done, group after group."""
         lengths = forecast_many.impute(self.table, [(group, belief, self._keys[group]) for group, belief in self.beliefs.items()])
-        return self._rests(lengths)
+        return lengths - self._unfinished[1]
 
-    def _rests(self, lengths: Sequence[Sequence[float]]) -> dict[int, float]:
-        """Tokens to come, where each running sample ends at such a length."""
-        return {
-            sample.id: length - sample.length
-            for group_id, found in zip(self.beliefs, lengths, strict=True)
-            for sample, length in zip(self.groups[group_id].running, found, strict=True)
-        }
+    @cached_property
+    def _unfinished(self) -> tuple[list[SampleView], NDArray[np.float64]]:
+        """What is not done, group after group, and the tokens that each has."""
+        views = [sample for group in self.groups.values() for sample in group.running]
+        return views, np.array([sample.length for sample in views], np.float64)
 
     @cached_property
     def _keys(self) -> dict[int, Group]:
@@ -182,14 +181,12 @@ class Picture:
     @cached_property
     def _running(self) -> tuple[list[SampleView], Samples, NDArray[np.int64], NDArray[np.bool_]]:
         """What is not done: views, with imputed lengths in columns, ids, and whether it waits. Group after group."""
-        views = [sample for group in self.groups.values() for sample in group.running]
-        rests = self.imputed
-        ids = [sample.id for sample in views]
+        views, lengths = self._unfinished
         groups, place = np.unique(np.array([sample.group_id for sample in views], np.int64), return_inverse=True)
-        have = np.array([sample.prompt_tokens + sample.length for sample in views], np.float64)
-        rest = np.array([rests[sample_id] for sample_id in ids], np.float64)
+        have = np.array([sample.prompt_tokens for sample in views], np.float64) + lengths
         waits = np.array([not sample.worker_id for sample in views], np.bool_)
-        return views, Samples(have, rest, place, tuple(groups.tolist())), np.array(ids, np.int64), waits
+        ids = np.array([sample.id for sample in views], np.int64)
+        return views, Samples(have, self.imputed, place, tuple(groups.tolist())), ids, waits
 
     def in_order(self, queued: Sequence[int] = ()) -> Samples:
         """What is not done, with imputed lengths: what engines hold, then what waits, in the order of `queued` where it is there."""

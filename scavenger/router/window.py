@@ -50,7 +50,7 @@ def solve(situation: Situation) -> Plan:
     """The window with the least predicted step time; keeps the present state where that is as good."""
     model = StepModel(situation)
     if not situation.awake:
-        return _solve_asleep(model)
+        return _solve_asleep(model, model.asleep_s())
     window, best, now_s = _search(model)
     alike = ALIKE * best if best < NEVER else 0.0
     told = situation.told()
@@ -61,8 +61,7 @@ def solve(situation: Situation) -> Plan:
     return Plan(True, window if window < model.end_s else NEVER, best, now_s, why, window)
 
 
-def _solve_asleep(model: StepModel) -> Plan:
-    stay = model.asleep_s()
+def _solve_asleep(model: StepModel, stay: float) -> Plan:
     told = model.situation.told()
     if not model.situation.samples or not model.situation.reserved.engines:
         return Plan(False, NEVER, stay, stay, f"nothing is left for reserved engines to generate ({told})")
@@ -73,6 +72,17 @@ def _solve_asleep(model: StepModel) -> Plan:
         return Plan(True, window if window < model.end_s else NEVER, best, stay, why, window)
     why = f"training on ends the step in {stay:.1f} s, generating again in {best:.1f} s at best: not {gain:.0%} less ({told})"
     return Plan(False, NEVER, stay, stay, why)
+
+
+def _step_s(situation: Situation) -> float:
+    """`solve(situation).step_s`. While asleep no window is looked at where training alone takes too long for any of them to be worth it."""
+    if situation.awake:
+        return solve(situation).step_s
+    model = StepModel(situation)
+    stay = model.asleep_s()
+    if model.least_s(0.0) >= stay * (1 - (REOPEN_GAIN if situation.begun else 0.0)):
+        return stay
+    return _solve_asleep(model, stay).step_s
 
 
 def _search(model: StepModel) -> tuple[float, float, float]:
@@ -159,7 +169,7 @@ def serve(orders: Sequence[Situation], usual: Serving = Serving(), shares: Seque
     def best_of(candidates: Iterable[Serving]) -> Serving:
         for one in candidates:
             if one not in tried:
-                tried[one] = solve(replace(orders[one.order], limit=one.limit)).step_s
+                tried[one] = _step_s(replace(orders[one.order], limit=one.limit))
         return min(tried, key=lambda one: (tried[one], one.order, -one.limit))
 
     known = at(usual.order, usual.share)

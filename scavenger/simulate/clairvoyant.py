@@ -20,7 +20,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from scavenger.router.forecast_service import Outstanding
+import numpy as np
+
+from scavenger.router.forecast_service import Samples
 from scavenger.router.forecast_speed import Curve
 from scavenger.router.forecast_step import Costs, Pool, Situation
 from scavenger.router.policy import (
@@ -96,17 +98,12 @@ Fleet = tuple[bool, int, tuple[int, ...]]
 
 @dataclass(slots=True)
 class _Group:
-    """A group that is not whole: its samples' (view, tokens to come), those that wait, and the tokens of those done."""
+    """A group that is not whole: its samples' (view, tokens to come), and the tokens of those done."""
 
     id: int
     samples: list[tuple[SampleView, int]] = field(default_factory=list)
-    queued: list[tuple[SampleView, int]] = field(default_factory=list)
-    done_tokens: float = 0.0
+    done_tokens: int = 0
     rest: int = 0
-
-    @property
-    def rank(self) -> tuple[int, int]:
-        return self.rest, self.id
 
 
 @dataclass(slots=True)
@@ -136,6 +133,7 @@ class Clairvoyant:
         self._ends: dict[int, int] = {}
         self._tokens: dict[int, int] = {}
         self._trains: dict[int, float] = {}
+        self._unseen = True  # samples may have come since these were looked up
         self._order: Order | None = None
         self._came: object = None  # `RunView.came` when the order last knew all that waits
         self._share = self._limit = math.inf  # of an even share, and samples that each engine serves at a time
@@ -150,7 +148,7 @@ class Clairvoyant:
                     self._order.ended(fact.worker_id, fact.sample_id)
             case StepSubmitted():
                 self._order = self._decision = self._served = None
-                self._unserved = True
+                self._unserved = self._unseen = True
                 self._trained = 0.0
                 for known in (self._ends, self._tokens, self._trains):
                     known.clear()
@@ -167,36 +165,41 @@ class Clairvoyant:
         return self._curves[spec]
 
     def _state(self, view: RunView) -> _State:
+        samples = view.samples
+        if self._unseen:
+            self._look_up(samples)
+            self._unseen = False
+        ends, tokens = self._ends, self._tokens
         groups: dict[int, _Group] = {}
         running: dict[int, list[tuple[SampleView, int]]] = {}
-        done: dict[int, int] = {}
-        self._look_up(view.samples)
-        ends = self._ends
-        for sample in view.samples:
-            group_id = sample.group_id
+        for sample in samples:
             if sample.done:
-                done[group_id] = done.get(group_id, 0) + sample.prompt_tokens + ends[sample.id]
                 continue
-            rest = max(1, ends[sample.id] - sample.length)
+            end = ends[sample.id]
+            rest = end - sample.length
+            if rest < 1:
+                rest = 1
+            group_id, worker_id = sample.group_id, sample.worker_id
             group = groups.get(group_id)
             if group is None:
-                group = groups[group_id] = _Group(group_id)
-            group.samples.append((sample, rest))
+                group = groups[group_id] = _Group(group_id, [], tokens[group_id])
+            one = sample, rest
+            group.samples.append(one)
             group.rest += rest
-            if sample.worker_id:
-                running.setdefault(sample.worker_id, []).append((sample, rest))
-        for queued in view.queued:
-            groups[queued.group_id].queued.append((queued, max(1, ends[queued.id] - queued.length)))
-        whole = done.keys() - groups.keys()
-        for group_id, group in groups.items():
-            group.done_tokens = float(done.get(group_id, 0))
-        whole_tokens = float(sum(self._tokens[group_id] for group_id in whole))
-        tokens = whole_tokens + sum(self._tokens[group_id] for group_id in groups)
+            group.done_tokens -= sample.prompt_tokens + end
+            if worker_id:
+                if worker_id in running:
+                    running[worker_id].append(one)
+                else:
+                    running[worker_id] = [one]
+        whole = tokens.keys() - groups.keys() if samples else set[int]()
+        whole_tokens = sum([tokens[group_id] for group_id in whole])
+        all_tokens = whole_tokens + sum([tokens[group_id] for group_id in groups])
         # With reserved engines alone nothing is trained before all is generated, and no sample could go elsewhere: as they come, long and
         # short mixed, and as many at a time as an engine takes, keeps caches fullest.
         alone = all(worker.kind == "reserved" for worker in view.workers if worker.serves)
-        order = sorted(groups.values(), key=lambda group: (0, group.id) if alone else group.rank)
-        return _State(order, running, tokens, len(whole), whole_tokens, alone)
+        order = sorted(groups.values(), key=lambda group: (0 if alone else group.rest, group.id))
+        return _State(order, running, float(all_tokens), len(whole), float(whole_tokens), alone)
 
     def _look_up(self, samples: Sequence[SampleView]) -> None:
         """The truth about samples that were not seen before: it is asked once a step."""
@@ -273,7 +276,7 @@ class Clairvoyant:
             arrivals=tuple(fleet),
             ready_groups=round(state.whole_groups * ready / state.whole_tokens) if state.whole_tokens else 0,
             ready_tokens=ready,
-            group_tokens={group.id: group.done_tokens for group in state.groups},
+            group_tokens={group.id: float(group.done_tokens) for group in state.groups},
             limit=limit,
         )
 
@@ -305,15 +308,16 @@ class Clairvoyant:
             self._share = share_of(situation, self._share)
             self._limit = limit_of(situation, self._share)
         self._unserved, self._served = False, fleet
-        samples: list[Known] = []
+        moved: list[Known] = []
+        fresh: list[Known] = []
         reasons: dict[int, str] = {}
-        for moved in (True, False):
-            for group in state.groups:
-                for sample, rest in sorted(group.queued, key=lambda one: (-one[1], one[0].id)):
-                    if (sample.length > 0) == moved:
-                        samples.append(_known(sample, rest))
-                        reasons[sample.id] = f"its group has {group.rest} tokens to come"
-        return Order(samples, self._seats(view, state, now), now, reasons)
+        for group in state.groups:
+            queued = [one for one in group.samples if not one[0].worker_id]
+            reason = f"its group has {group.rest} tokens to come" if queued else ""
+            for sample, rest in sorted(queued, key=lambda one: (-one[1], one[0].id)):
+                (moved if sample.length > 0 else fresh).append(_known(sample, rest))
+                reasons[sample.id] = reason
+        return Order(moved + fresh, self._seats(view, state, now), now, reasons)
 
     def _seats(self, view: RunView, state: _State, now: float) -> list[Seat]:
         seats = []
@@ -325,8 +329,7 @@ class Clairvoyant:
                 share = 0.0 if state.alone else STORED
                 slots = int(min(worker.max_batch, spec.max_sequences, most))
                 seat = Seat(worker.id, slots, spec, self._curve(spec), share, left_s)
-                for sample, rest in state.running.get(worker.id, ()):
-                    seat.take(_known(sample, rest))
+                seat.fill([_known(sample, rest) for sample, rest in state.running.get(worker.id, ())])
                 seats.append(seat)
         return seats
 
@@ -365,15 +368,18 @@ class Clairvoyant:
         return (view.max_engines if view.harvest else 0), f"run.max_engines = {view.max_engines}"
 
 
-def _in_order(state: _State) -> tuple[Outstanding, ...]:
+def _in_order(state: _State) -> Samples:
     """What is left to generate: what runs, then what waits, group after group."""
-    waits = {sample.id for group in state.groups for sample, _ in group.queued}
-    first: list[Outstanding] = []
-    then: list[Outstanding] = []
+    groups = sorted([group.id for group in state.groups])
+    places = {group_id: place for place, group_id in enumerate(groups)}
+    runs: list[tuple[int, int, int]] = []
+    waits: list[tuple[int, int, int]] = []
     for group in state.groups:
+        place = places[group.id]
         for one, rest in group.samples:
-            (then if one.id in waits else first).append(Outstanding(float(one.prompt_tokens + one.length), rest, group.id))
-    return (*first, *then)
+            (runs if one.worker_id else waits).append((one.prompt_tokens + one.length, rest, place))
+    have, rests, group_of = np.array(runs + waits, np.int64).reshape(-1, 3).T
+    return Samples(have.astype(np.float64), rests.astype(np.float64), group_of.astype(np.intp), tuple(groups))
 
 
 def _fleet_of(view: RunView) -> Fleet:

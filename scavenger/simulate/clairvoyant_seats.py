@@ -10,6 +10,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
+import msgspec
+
 from scavenger.router.forecast_speed import Curve
 from scavenger.simulate.decode import EngineSpec
 
@@ -19,8 +21,7 @@ STORED = 0.55
 MOVE_GAIN_S = 0.5
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
+class Known(msgspec.Struct, frozen=True, gc=False):
     """A sample with its truth. `have`: tokens of context, prompt included; `rest`: tokens to come."""
 
     id: int
@@ -82,6 +83,21 @@ class Seat:
         self.work_s += self.curve.work_s(one.have, one.rest) + prefill_s
         self.stored += self._stored(one)
         self.held[one.id] = one
+
+    def fill(self, running: Iterable[Known]) -> None:
+        """`take` each of these: an engine has hundreds, and is filled anew at every look at a step."""
+        curve, share, held = self.curve, self.share, self.held
+        per_sample, per_token = curve.per_sample, curve.per_token
+        longest, work_s, stored = self.longest, self.work_s, self.stored
+        for one in running:
+            have, rest = one.have, one.rest
+            if rest > longest:
+                longest = rest
+            work_s += per_sample * rest + per_token * rest * (have + rest / 2)
+            whole = share * (have + rest)
+            stored += have if have >= whole else whole
+            held[one.id] = one
+        self.longest, self.work_s, self.stored = longest, work_s, stored
 
     def give(self, sample_id: int) -> None:
         one = self.held.pop(sample_id)

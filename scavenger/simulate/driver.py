@@ -80,15 +80,12 @@ class _Site:
         if self._contender.harvest:
             self._observe()
         self._beat()
-        while not self._over():
+        horizon_s, trainer = scenario.horizon_s, self._trainer
+        while not trainer.stopped and sim.next_time() <= horizon_s:
             if not sim.step():
                 raise SimulationError(f"nothing happens any more at {sim.now:g} s, in step {len(self._steps) + 1}")
         sim.now = min(sim.now, scenario.horizon_s)
         return self._close()
-
-    def _over(self) -> bool:
-        scenario = self._scenario
-        return self._trainer.stopped or self._sim.next_time() > scenario.horizon_s
 
     def _step_done(self, outcome: StepOutcome) -> None:
         self._steps.append(outcome)

@@ -34,6 +34,27 @@ class Lengths(Protocol):
         """Lengths in tokens of one prompt's samples at a step, each from 1 to `cap`."""
 
 
+class Remembered:
+    """`Lengths` that draw a group once: policies that are compared, and scenarios with one seed, ask for the same ones."""
+
+    def __init__(self, lengths: Lengths) -> None:
+        self._lengths = lengths
+        self._seed: int | None = None  # one seed's are kept: who plays many plays them one after the other
+        self._drawn: dict[tuple[int, int, int], tuple[int, ...]] = {}
+
+    @property
+    def cap(self) -> int:
+        return self._lengths.cap
+
+    def group(self, streams: Streams, step: int, prompt: int, samples: int) -> tuple[int, ...]:
+        if streams.seed != self._seed:
+            self._seed, self._drawn = streams.seed, {}
+        key = step, prompt, samples
+        if key not in self._drawn:
+            self._drawn[key] = self._lengths.group(streams, step, prompt, samples)
+        return self._drawn[key]
+
+
 def _scores(streams: Streams, step: int, prompt: int, samples: int, correlation: float) -> NDArray[np.float64]:
     drawn = streams.stream("lengths", step, prompt).standard_normal(samples + 1)
     return np.asarray(math.sqrt(correlation) * drawn[0] + math.sqrt(1 - correlation) * drawn[1:])

@@ -127,8 +127,9 @@ class EngineBatch:
         coming = list(requests)
         if len({request.key for request in coming}) < len(coming):
             raise ValueError(f"samples {sorted(request.key for request in coming)}: one comes twice")
+        late = {request.key for request in (*self._joining, *self._waiting)}
         for request in coming:
-            if request.key in self:
+            if request.key in self._running or request.key in late:
                 raise ValueError(f"sample {request.key} is here already")
             if request.prompt_tokens + request.target > self._capacity:
                 raise EngineError(

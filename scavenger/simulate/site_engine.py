@@ -102,6 +102,7 @@ class SimEngine:
         self._awake_at = sim.now
         self._wake_s = 0.0  # what its last waking took, for heartbeats to say; 0 = it was never woken
         self._held: dict[int, _Held] = {}
+        self._siblings: dict[int, dict[int, None]] = defaultdict(dict)  # where groups move as one: prompt -> its samples, in order
         self._buffer: list[Request] = []  # until it is awake
         self._acks = 0
         self._timer: Timer | None = None
@@ -205,6 +206,7 @@ class SimEngine:
                 self._say(WeightsLoaded(version, root_of(version)))
             return
         self._drop(list(self._held))
+        self._siblings.clear()
         self._wanted, self.loaded = version, -1
         self._fetch(self, version, lambda: self._pulled(version))
 
@@ -228,7 +230,12 @@ class SimEngine:
             target = self._truth(lease.key)
             stop = min(target, length + lease.most_tokens) if lease.most_tokens else target
             self._held[lease.sample_id] = _Held(lease, length, stop, target)
-            prompt = lease.key.step * 1_000_000 + lease.key.prompt
+            key = lease.key
+            prompt = key.step * 1_000_000 + key.prompt
+            if self._whole_groups:
+                siblings = self._siblings[prompt]
+                siblings.pop(lease.sample_id, None)  # who comes back comes last
+                siblings[lease.sample_id] = None
             requests.append(Request(lease.sample_id, prompt, len(lease.prompt) // 4, length, stop))
         if self._awake_at > self._sim.now:
             if not self._buffer:
@@ -351,8 +358,13 @@ class SimEngine:
 
     def _complete_group(self, held: _Held) -> list[int]:
         """The samples of its group, if none is left to generate here."""
-        mine = [key for key, one in self._held.items() if one.lease.key.prompt == held.lease.key.prompt]
-        return mine if all(self._held[key].done for key in mine) else []
+        key = held.lease.key
+        prompt = key.step * 1_000_000 + key.prompt
+        mine = [sample_id for sample_id in self._siblings[prompt] if sample_id in self._held]
+        if not all(self._held[sample_id].done for sample_id in mine):
+            return []
+        del self._siblings[prompt]
+        return mine
 
 
 def root_of(version: int) -> bytes:

@@ -76,27 +76,30 @@ def pack(model: Model, lengths: Lengths, ranks: int, token_budget: int) -> tuple
     steps: list[list[list[int]]] = []
     held: list[list[int]] = []  # tokens
     work: list[list[float]] = []
+    least: list[int] = []  # tokens of each micro-step's emptiest rank
     for length in sorted(lengths, reverse=True):
-        place = _room(held, work, length, token_budget)
+        place = _room(held, work, least, length, token_budget)
         if place is None:
             steps.append([[] for _ in range(ranks)])
             held.append([0] * ranks)
             work.append([0.0] * ranks)
+            least.append(0)
             place = (len(steps) - 1, 0)
         step, rank = place
         steps[step][rank].append(length)
         held[step][rank] += length
+        least[step] = min(held[step])
         work[step][rank] += forward_flops(model, [length])
     return tuple(tuple(tuple(rank) for rank in step) for step in steps)
 
 
-def _room(held: list[list[int]], work: list[list[float]], length: int, budget: int) -> tuple[int, int] | None:
-    """The least loaded rank, in the first micro-step that has room for `length`. `held`: each rank's tokens."""
+def _room(held: list[list[int]], work: list[list[float]], least: list[int], length: int, budget: int) -> tuple[int, int] | None:
+    """The least loaded rank, in the first micro-step that has room for `length`. `held`: each rank's tokens; `least`: of each step's."""
     left = budget - length
-    for index, tokens in enumerate(held):
-        free = [(done, rank) for rank, (done, has) in enumerate(zip(work[index], tokens, strict=True)) if has <= left or not has]
-        if free:
-            return index, min(free)[1]
+    for index, fewest in enumerate(least):
+        if fewest <= left or not fewest:
+            ranks = zip(work[index], held[index], strict=True)
+            return index, min([(done, rank) for rank, (done, has) in enumerate(ranks) if has <= left or not has])[1]
     return None
 
 

@@ -35,13 +35,13 @@ def test_many_samples_at_once_get_what_each_gets_alone(seed: int) -> None:
     }
     table = forecast.table([length for group in groups.values() for length in group.running if length])
     beliefs = {key: rng.choice([table.belief(group), Belief(rng.uniform(-40, 40), rng.uniform(0, 1))]) for key, group in groups.items()}
-    alone = [[table.expected(beliefs[key], have) for have in group.running] for key, group in groups.items()]
-    assert forecast_many.expected(table, [(beliefs[key], group.running) for key, group in groups.items()]) == alone
+    alone = [table.expected(beliefs[key], have) for key, group in groups.items() for have in group.running]
+    assert forecast_many.expected(table, [(beliefs[key], group.running) for key, group in groups.items()]).tolist() == alone
     drawn = impute(table, groups, beliefs)
     together = forecast_many.impute(table, [(key, beliefs[key], groups[key]) for key in groups])
-    assert dict(zip(groups, map(tuple, together), strict=True)) == drawn
+    assert together.tolist() == [length for key in groups for length in drawn[key]]
 
 
 def test_of_nobody_there_is_nothing_to_say() -> None:
     table = LengthForecast(100).table()
-    assert forecast_many.expected(table, []) == forecast_many.impute(table, []) == []
+    assert len(forecast_many.expected(table, [])) == len(forecast_many.impute(table, [])) == 0

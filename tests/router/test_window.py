@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scavenger.router.forecast_service import Outstanding, Samples
 from scavenger.router.forecast_speed import Curve
 from scavenger.router.forecast_step import NEVER, Costs, Pool, Situation, StepModel
-from scavenger.router.window import ALIKE, GRID, LATER, SERVE_GAIN, Serving, carried, predict, serve, size_fleet, solve
+from scavenger.router.window import ALIKE, GRID, LATER, SERVE_GAIN, Serving, _step_s, carried, predict, serve, size_fleet, solve
 
 LINE = Curve(0.02, 2e-3, 1e-6)
 COSTS = Costs(prefill_s=2e-4, train_s=2e-3, round_s=0.05, round_groups=2, sleep_s=0.5, wake_s=0.5, finish_s=1.0)
@@ -224,3 +224,20 @@ def test_no_window_ends_a_step_sooner_than_all_its_training_allows(train_s: floa
     if found.awake or awake:
         assert found.step_s <= best * (1 + LATER + ALIKE)
     assert left_out or train_s < 1e-2, "training takes longest: late windows need not be looked at"
+
+
+def test_a_step_s_time_is_that_of_its_plan_also_where_no_window_is_looked_at() -> None:
+    looked_at = 0
+    for seed in range(40):
+        rng = random.Random(seed)
+        costs = replace(COSTS, train_s=rng.choice([1e-4, 2e-3, 1e-2]))
+        done = {group: rng.uniform(50, 900) for group in range(3)} if seed % 2 else None
+        ready = {"ready_groups": 2, "ready_tokens": 900.0} if seed % 3 else {}
+        base = situation(seed, harvested=rng.choice([1, 2, 8]))
+        for awake in (True, False):
+            for limit in (NEVER, 3.0):
+                at = replace(base, awake=awake, costs=costs, group_tokens=done, limit=limit, **ready)
+                assert _step_s(at) == solve(at).step_s
+                model = StepModel(at)
+                looked_at += not awake and model.least_s(0.0) < model.asleep_s() * 0.95
+    assert 0 < looked_at < 80  # both ways of a sleeping one were there

@@ -204,3 +204,14 @@ def test_the_longest_that_is_left_is_told_without_looking_again() -> None:
         seat.give(one.id)
         assert seat.drain_s == pytest.approx(before)
         seat.take(one)
+
+
+def test_filling_a_seat_is_taking_one_sample_after_the_other() -> None:
+    draw = random.Random(7)
+    held = [Known(key, draw.randint(1, 9000), draw.randint(1, 9000)) for key in range(60)]
+    for share in (0.0, 0.55):
+        one_by_one, at_once = (Seat(1, 64, H100, line(H100), share) for _ in range(2))
+        for one in held:
+            one_by_one.take(one)
+        at_once.fill(held)
+        assert at_once == one_by_one

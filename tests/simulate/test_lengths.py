@@ -11,7 +11,7 @@ import pytest
 
 from scavenger.errors import ConfigError
 from scavenger.simulate.engine import Streams
-from scavenger.simulate.lengths import Lengths, Lognormal, Sampled, parse, read
+from scavenger.simulate.lengths import Lengths, Lognormal, Remembered, Sampled, parse, read
 from tests.simulate.real import TRACES, needs_traces
 
 SAMPLE = Path(__file__).resolve().parents[1] / "data/simulate/lengths.csv"
@@ -126,3 +126,22 @@ def test_the_real_answers_have_the_statistics_of_their_readme() -> None:
     assert (round(chat.mean()), np.percentile(chat, 50), round(np.percentile(chat, 99))) == (211, 129, 601)
     mooncake = np.array(read(TRACES / "output_lengths.csv.gz", "mooncake_conversation"))
     assert (round(mooncake.mean()), np.percentile(mooncake, 50), round(np.percentile(mooncake, 99))) == (343, 350, 1119)
+
+
+def test_what_is_remembered_is_what_is_drawn_and_drawn_once_for_a_seed() -> None:
+    asked: list[tuple[int, int, int]] = []
+
+    class Counted:
+        cap = 100
+
+        def group(self, streams: Streams, step: int, prompt: int, samples: int) -> tuple[int, ...]:
+            asked.append((streams.seed, step, prompt))
+            return truth.group(streams, step, prompt, samples)
+
+    truth = Lognormal(3.0, 0.6, 100, 0.5)
+    lengths = Remembered(Counted())
+    for seed in (1, 1, 2, 1):
+        for step, prompt in ((1, 0), (2, 0), (1, 3)):
+            assert lengths.group(Streams(seed), step, prompt, 8) == truth.group(Streams(seed), step, prompt, 8)
+    assert asked == [(seed, step, prompt) for seed in (1, 2, 1) for step, prompt in ((1, 0), (2, 0), (1, 3))]
+    assert lengths.cap == 100

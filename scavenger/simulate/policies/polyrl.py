@@ -28,6 +28,8 @@ class PolyRL:
         self._seeding = Seeding(1 / 3, 5.0, 30.0, ema=0.8)
         self._turn = 0
         self._credit, self._credit_at = 1.0, 0.0
+        self._queue: list[list[int]] = []  # groups as they wait, for as long as nobody comes and only those go that are placed
+        self._queue_of: tuple[object, int] | None = None  # `came`, and how many wait then
 
     def observe(self, fact: Fact, now: float) -> None:
         self._seeding.observe(fact, now)
@@ -41,16 +43,23 @@ class PolyRL:
         self._credit = min(1.0 if not slots else self._credit + (now - self._credit_at) * GROUPS_PER_S, 32.0)
         self._credit_at = now
         found: list[Placement] = []
+        placed = 0
         if self._credit < 1 - 1e-9:  # not its turn yet: who waits is not looked at
             return found
-        for members in _groups(view):
+        came = view.came
+        if self._queue_of != (came, view.waits):
+            self._queue = _groups(view)
+        for members in self._queue:
             ready = [slot.worker_id for slot in slots if free[slot.worker_id] >= len(members)]
             if not ready or self._credit < 1 - 1e-9:
                 break
             target = next((worker_id for worker_id in ready if worker_id > self._turn), ready[0])
             self._turn, free[target] = target, free[target] - len(members)
             self._credit -= 1
+            placed += 1
             found += [Placement(sample_id, target) for sample_id in members]
+        del self._queue[:placed]
+        self._queue_of = came, view.waits - len(found)
         return found
 
     def rebalance(self, view: RunView, now: float) -> Sequence[Move]:
