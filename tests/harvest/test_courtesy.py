@@ -281,6 +281,7 @@ def test_a_stop_drains_and_one_in_a_hurry_cancels() -> None:
         ({}, {"reason": "BeginTime", "eligible_time": NOW + 121}, (), True),
         ({}, {"reason": "BeginTime", "eligible_time": NOW + 121}, SHARED, False),  # nowhere to go: it keeps its place
         ({}, {"reason": "BeginTime", "eligible_time": NOW + 6}, (), False),  # as soon as a fresh one
+        ({}, {"reason": "None", "eligible_time": NOW + 600}, (), False),  # just submitted, by a daemon whose clock is behind Slurm's
         ({"pinned": "node1", "since": NOW - 31}, {"reason": "Resources"}, ("node1",), True),
         ({"pinned": "node1", "since": NOW - 29}, {"reason": "Resources"}, ("node1",), False),
         ({"pinned": "node1", "since": NOW - 99}, {"reason": "Resources"}, (), False),  # its node is free: it will start

@@ -194,7 +194,7 @@ def test_a_login_node_whose_clock_is_ten_minutes_off(sandbox: SlurmSandbox, tmp_
     assert f"Munge decode failed: {'Rewound' if ahead_s > 0 else 'Expired'} credential" in (sandbox.dir / "log/slurmctld.log").read_text()
 
 
-@pytest.mark.parametrize("ahead_s", [STEP_S, -STEP_S], ids=["ahead", "behind"])
+@pytest.mark.parametrize("ahead_s", [pytest.param(STEP_S, marks=pytest.mark.long), -STEP_S], ids=["ahead", "behind"])
 def test_a_daemon_whose_hosts_clock_was_ten_minutes_off_and_is_set_right_while_engines_run(
     sandbox: SlurmSandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: float
 ) -> None:
@@ -353,6 +353,7 @@ def test_two_daemons_of_two_users_share_what_is_idle_and_leave_each_others_jobs_
             assert not cancelled & {submitted.job_id for submitted in other.of(rec.JobSubmitted)}
 
 
+@pytest.mark.long
 def test_a_partition_that_is_set_to_be_preempted_by_nobody_is_left_and_taken_again(sandbox: SlurmSandbox, tmp_path: Path) -> None:
     def mode(word: str) -> Callable[[], str]:
         return lambda: sandbox.run("scontrol", "update", "PartitionName=scavenge", f"PreemptMode={word}")
