@@ -48,6 +48,7 @@ from typing import Any
 
 from benchmarks import harmless_neighbour
 from benchmarks.harmless_measure import Stay, Use, percentile, use
+from scavenger.cluster import runner
 from scavenger.cluster.layout import Layout, PartitionLayout
 from scavenger.cluster.model import JobSpec, JobState, PreemptMode
 from scavenger.cluster.sandbox import SlurmSandbox
@@ -60,6 +61,7 @@ from scavenger.router.events import IntentRevoked
 from scavenger.router.machine import Demand
 
 HOUR_S = 3600.0
+HARVESTED = ("daemon", "peers", "courtesy")  # the arms in which the daemon's harvester plays
 TRACE_NODES, TRACE_GPUS = 107, 8
 WORKER_LINE = re.compile(r"^worker=\(.*\)$", re.MULTILINE)
 ENGINE = """\
@@ -161,9 +163,13 @@ class Counted(SlurmCluster):
         super().__init__(env)
         self.asked: Counter[str] = Counter()
 
-    def _run(self, argv: Sequence[str], *args: Any, **kwargs: Any) -> Any:
+    def submit(self, spec: JobSpec) -> int:
+        self.asked["sbatch"] += 1
+        return super().submit(spec)
+
+    def _command(self, argv: Sequence[str], cost: Mapping[str, int]) -> runner.Done:
         self.asked[" ".join(argv[:1] if argv[0] != "scontrol" else [argv[0], *(word for word in argv[1:] if word[0] != "-")][:3])] += 1
-        return super()._run(argv, *args, **kwargs)
+        return super()._command(argv, cost)
 
 
 class Others:
@@ -347,7 +353,7 @@ async def _run(
     task: asyncio.Task[None] | None = None
     if arm == "floor":
         task = asyncio.create_task(floor(sandbox, folder, options.queued, guest_qos(options), stop))
-    elif arm in ("daemon", "peers", "courtesy"):
+    elif arm in HARVESTED:
         ahead_s = max(options.courtesy, grace_s) if arm == "courtesy" else options.courtesy
         made, cluster = harvester(sandbox, folder / "state", said, options, ahead_s, [everything(options)])
         asked = cluster.asked
@@ -359,6 +365,8 @@ async def _run(
         await task
     names = sandbox.layout.nodes
     others.read(names, ended)
+    if arm in HARVESTED and not asked:
+        raise SystemExit(f"{arm}: no command of the harvester's was counted, so neither its requests nor its starts can be told")
     return measure(arm, grace_s, others, said, names, began, ended, options, dict(asked))
 
 

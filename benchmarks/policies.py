@@ -85,10 +85,12 @@ def scenario_of(unit: Unit, fleet: Fleet) -> Scenario:
 
 def result_of(out: Outcome, cpu_s: float) -> Result:
     reserved, harvested = PRICES
+    parts = ("seed_s", "wait_s", "train_s")
+    seed_s, wait_s, train_s = (statistics.mean([getattr(step, part) for step in out.steps] or [0.0]) for part in parts)
     return Result(
         out.tokens_per_s, out.tokens_per_dollar(reserved, harvested), out.tokens_per_dollar(reserved, 0.0), len(out.steps), out.starts,
         out.wasted_starts, out.preemptions, out.harvested_gpu_hours, out.step_seconds / max(1, len(out.steps)),
-        *(statistics.mean([getattr(step, part) for step in out.steps] or [0.0]) for part in ("seed_s", "wait_s", "train_s")), cpu_s=cpu_s,
+        seed_s, wait_s, train_s, cpu_s=cpu_s,
     )  # fmt: skip
 
 

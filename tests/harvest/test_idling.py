@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -117,7 +118,7 @@ def test_there_are_as_many_ages_as_gpus_that_others_do_not_hold(looks: Sequence[
 # ---------------------------------------------------------------- the gate
 
 
-def decided(idle: Idle | None, nodes: Sequence[Node], engines: int = 12, benefit: Benefit | None = BENEFIT, **more: int) -> Decision:
+def decided(idle: Idle | None, nodes: Sequence[Node], engines: int = 12, benefit: Benefit | None = BENEFIT, **more: Any) -> Decision:
     wanted = Demand(1, "r", engines, benefit.gpus if benefit else 1, f"{engines} are useful", benefit=benefit)
     return decide(view(NOW, nodes=nodes), [wanted], [], replace(LIMITS, idle=idle, **more), NOW)
 

@@ -249,7 +249,11 @@ def engine_error() -> str:
         words: asyncio.Future[str] = loop.create_future()
         with ThreadPoolExecutor(1) as executor:
             engine = ReferenceEngine(SPEC, SimpleNamespace(load=load), executor)  # type: ignore[arg-type]
-            task = spawn(engine.load(1, []), words.set_result)
+
+            async def loads() -> None:
+                await engine.load(1, [])
+
+            task = spawn(loads(), words.set_result)
             async with asyncio.timeout(10):
                 await asyncio.wait([task])
                 return await words

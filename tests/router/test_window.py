@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -232,7 +233,7 @@ def test_a_step_s_time_is_that_of_its_plan_also_where_no_window_is_looked_at() -
         rng = random.Random(seed)
         costs = replace(COSTS, train_s=rng.choice([1e-4, 2e-3, 1e-2]))
         done = {group: rng.uniform(50, 900) for group in range(3)} if seed % 2 else None
-        ready = {"ready_groups": 2, "ready_tokens": 900.0} if seed % 3 else {}
+        ready: dict[str, Any] = {"ready_groups": 2, "ready_tokens": 900.0} if seed % 3 else {}
         base = situation(seed, harvested=rng.choice([1, 2, 8]))
         for awake in (True, False):
             for limit in (NEVER, 3.0):

@@ -134,7 +134,8 @@ def test_an_ended_table_goes_on_from_what_is_kept_and_leaves_out_half_a_line(tmp
 
 def test_a_file_that_has_other_policies_or_other_lines_is_refused_by_its_line(tmp_path: Path) -> None:
     path = tmp_path / "kept"
-    path.write_text(answer(*units(0)) + "{}\n")
+    [unit] = units(0)
+    path.write_text(answer(unit) + "{}\n")
     with pytest.raises(ConfigError, match="line 1 was played without rlboost"):
         policies.Kept(path, ["ours", "rlboost"])
     with pytest.raises(ConfigError, match="line 2: KeyError"):

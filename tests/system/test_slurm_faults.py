@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -68,7 +69,7 @@ def config(sandbox: SlurmSandbox, name: str, setting: str, value: str) -> dict[s
 
 
 @contextmanager
-def site(env: Mapping[str, str], tmp_path: Path, kind: str = "slurm", **options: float) -> Iterator[World]:
+def site(env: Mapping[str, str], tmp_path: Path, kind: str = "slurm", **options: Any) -> Iterator[World]:
     """A harvester's world on the Slurm of this environment; its jobs end with it."""
     cluster: Cluster = SlurmCluster(env, timeout_s=6.0, **options)
     if kind == "pyslurm":
