@@ -202,7 +202,7 @@ def test_slurmdbd_is_down(tmp_path: Path) -> None:
 
         asyncio.run(play())
         assert not troubles(world)
-        # Where Slurm preempts by QOS the daemon yields as well, if it saw them wait before Slurm had begun: then it was asked for, and is told so.
+        # Where Slurm preempts by QOS the daemon yields as well, if it sees them wait before Slurm has begun: then it asked.
         asked = {decision.subject for decision in world.acted("give_back")}
         ends = world.of(rec.HoldEnded)
         assert [end.reason for end in ends] == ["requeued" if end.intent_id in asked else "preempted" for end in ends]
