@@ -138,7 +138,8 @@ def break_even(run_gpus: float, gpus: int, cold_start_s: float, life: Curve, pri
 
 @dataclass(frozen=True, slots=True)
 class Benefit:
-    """What one more engine of a run is worth by its own forecast. `saving`: of a step's time, as a share; None: it is on trial.
+    """What an engine of a run is worth by its own forecast. `saving`: of a step's time, as a share, on average over the engines that
+    the run asks for (each of which pays for itself by the lives of engines); None: it is on trial.
 
     `run_gpus`, `gpus`: of the run, of an engine; `start_s`: from greeting to its first weights; `price` as in `worth`.
     """

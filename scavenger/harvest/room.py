@@ -163,8 +163,13 @@ def find_room(view: ClusterView, limits: Limits, ours: Sequence[OurJob], now: fl
     room = room_of(view, counted, ground, limits, now)
     for job in ours:
         if job.waits:
-            room.keep(job.pinned, job.gpus)
+            room.keep(waits_for(job, limits), job.gpus)
     return room
+
+
+def waits_for(job: OurJob, limits: Limits) -> str:
+    """The node for which it waits, "" where Slurm chooses: there a job of before a restart, known by where it ran, waits for no node."""
+    return job.pinned if limits.pin else ""
 
 
 def room_of(view: ClusterView, counted: Census, ground: Ground, limits: Limits, now: float) -> Room:

@@ -14,7 +14,7 @@ from scavenger.cluster.model import ClusterView
 from scavenger.harvest.actions import CancelPending, Code, Limits, OurJob, Submit
 from scavenger.harvest.gates import Gates
 from scavenger.harvest.others import OWN_LIMIT, Census, Ground
-from scavenger.harvest.room import Place, Room, room_of
+from scavenger.harvest.room import Place, Room, room_of, waits_for
 from scavenger.router.machine import Demand
 
 #: A job that waits this many times `fresh_after_s` for a node that looks free is held back by what we do not see.
@@ -142,16 +142,18 @@ def _wait_or_move(
             if movable:
                 found.append((job, f"it may begin in {begins_s:.0f} s"))
             continue
-        if job.pinned and not room.fits(job.pinned, job.gpus):
+        pinned = waits_for(job, limits)
+        if pinned and not room.fits(pinned, job.gpus):
             if movable and begins_s <= 0 and now - job.since >= limits.fresh_after_s:
-                found.append((job, f"it has waited for {job.pinned} for {now - job.since:.0f} s"))
+                found.append((job, f"it has waited for {pinned} for {now - job.since:.0f} s"))
             continue
-        room.keep(job.pinned, job.gpus)
+        room.keep(pinned, job.gpus)
         stuck_s = now - job.since
-        if job.pinned and movable and begins_s <= 0 and stuck_s >= STUCK * limits.fresh_after_s:
+        if limits.pin and movable and begins_s <= 0 and stuck_s >= STUCK * limits.fresh_after_s:
             said = f" ({listed.reason})" if listed is not None and listed.reason else ""
-            found.append((job, f"{job.pinned} has room, and Slurm has not started it there for {stuck_s:.0f} s{said}"))
-            room.spaces.pop(job.pinned, None)  # it knows why; another node is taken, or none
+            where = f"{pinned} has room, and" if pinned else "it waits for a node that a daemon before this one chose, and"
+            found.append((job, f"{where} Slurm has not started it there for {stuck_s:.0f} s{said}"))
+            room.spaces.pop(pinned, None)  # Slurm knows why; another node is taken, or none
     return found
 
 

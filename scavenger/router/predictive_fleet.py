@@ -31,12 +31,13 @@ class FleetSizer:
     price: float = 1.0
     useful: int = 0
     reason: str = ""
-    benefit: autoscale.Benefit | None = None  # of the last engine that is asked for
+    benefit: autoscale.Benefit | None = None  # of one of the engines that are asked for, on average
     state: autoscale.State = field(default_factory=autoscale.State)
     _steps: int = 0
     _sized_for: tuple[int, int] = (-1, -1)
     _waits: list[float] = field(default_factory=list)
     _none_since: float | None = None
+    _alone_since: float | None = None
 
     def step_ended(self, wait_share: float) -> None:
         """The trainer waited for this share of the step."""
@@ -57,6 +58,13 @@ class FleetSizer:
     def _or_trial(self, view: RunView, target: int, now: float) -> tuple[int, str]:
         why = f"{self.state.reason}; {self.reason}"
         here = [worker.status for worker in view.workers if worker.kind != "reserved"]
+        if here or not target:
+            self._alone_since = None
+        elif self._alone_since is None:
+            self._alone_since = now
+        elif now - self._alone_since >= TRIAL_S:
+            # There may be no room. Or no idle GPU is worth a start by what was seen of them, and nothing else would ever show otherwise.
+            return self._trial(f"none came in {TRIAL_S / 60:.0f} min: one engine on trial; {why}")
         if target or not view.max_engines:
             self._none_since = None
         elif any(status in LOADING for status in here):
@@ -87,7 +95,7 @@ class FleetSizer:
         needed = autoscale.break_even(max(run_gpus, gpus), gpus, start_s, life, self.price)
         size = windows.size_fleet(whole, view.max_engines, max(self.least_saving, needed))
         verdict = autoscale.worth(size.saving, max(run_gpus, gpus), gpus, start_s, life, price=self.price)
-        self.benefit = autoscale.Benefit(size.saving, max(run_gpus, gpus), gpus, start_s, self.price)
+        self.benefit = autoscale.Benefit(size.each, max(run_gpus, gpus), gpus, start_s, self.price)
         self._steps, self._sized_for = 0, (step.samples, view.max_engines)
         self.useful = size.engines if verdict.ask else 0
         self.reason = f"{size.reason}; the last one {verdict.reason}"

@@ -222,6 +222,13 @@ class FleetSize:
     saving: float
     reason: str
 
+    @property
+    def each(self) -> float:
+        """What an engine saves of a step on average over all of them, as a share: `saving` is the last one's, which is the least."""
+        if not self.engines or self.alone_s == NEVER:
+            return self.saving
+        return 1.0 - math.pow(self.step_s / self.alone_s, 1 / self.engines)
+
 
 def size_fleet(situation: Situation, most: int, least_saving: float) -> FleetSize:
     """The most engines of which each one still shortens the step by `least_saving` of it, each step with its own best window.

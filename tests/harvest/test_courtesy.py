@@ -263,6 +263,15 @@ def test_a_peer_gets_the_gpus_within_its_time_even_from_an_engine_that_does_not_
     assert left(decide(cluster, [], [for_peer], limits, NOW).actions) == [("Cancel", "overdue")]
 
 
+def test_where_slurm_chooses_a_job_of_before_a_restart_waits_for_no_node() -> None:
+    """It is known by where it ran. Its node is taken, and it may start anywhere."""
+    one = engine(1, "", waits=True, pinned="node1", since=NOW - 500)
+    cluster = view(NOW, [waiting(one, reason="Resources")], full("node1"))
+    for pin, moves in ((False, 0), (True, 1)):
+        decision = decide(cluster, want(1), [one], replace(LIMITS, fresh_after_s=30.0, max_engines=1, max_pending=1, pin=pin), NOW)
+        assert sum(isinstance(action, CancelPending) for action in decision.actions) == moves
+
+
 def test_a_stop_drains_and_one_in_a_hurry_cancels() -> None:
     engines = [engine(1), engine(2, leaving=Leaving.GIVEN_BACK, asked_at=NOW - 1), engine(3, "", waits=True)]
     cluster, _ = played(engines, [waiting(engines[2])])
@@ -281,12 +290,13 @@ def test_a_stop_drains_and_one_in_a_hurry_cancels() -> None:
         ({}, {"reason": "BeginTime", "eligible_time": NOW + 121}, (), True),
         ({}, {"reason": "BeginTime", "eligible_time": NOW + 121}, SHARED, False),  # nowhere to go: it keeps its place
         ({}, {"reason": "BeginTime", "eligible_time": NOW + 6}, (), False),  # as soon as a fresh one
-        ({}, {"reason": "None", "eligible_time": NOW + 600}, (), False),  # just submitted, by a daemon whose clock is behind Slurm's
+        ({"since": NOW - 1}, {"reason": "None", "eligible_time": NOW + 600}, (), False),  # just submitted, by a daemon whose clock is behind Slurm's
         ({"pinned": "node1", "since": NOW - 31}, {"reason": "Resources"}, ("node1",), True),
         ({"pinned": "node1", "since": NOW - 29}, {"reason": "Resources"}, ("node1",), False),
         ({"pinned": "node1", "since": NOW - 99}, {"reason": "Resources"}, (), False),  # its node is free: it will start
         ({"pinned": "node1", "since": NOW - 121}, {"reason": "Resources"}, (), True),  # it looks free, and Slurm does not start it
         ({"since": NOW - 99}, {"reason": "Resources"}, ("node1",), False),
+        ({"since": NOW - 121}, {"reason": "Resources"}, ("node1",), True),  # a daemon before this one chose its node, and nobody knows which
     ],
 )
 def test_a_waiting_job_keeps_its_place_unless_a_fresh_one_starts_sooner(

@@ -423,6 +423,28 @@ def test_a_run_that_asks_for_no_engine_tries_one_now_and_then() -> None:
     assert asked(1041.0 + 2 * TRIAL_S) == 1
 
 
+def test_a_fleet_of_which_none_ever_comes_asks_for_one_on_trial() -> None:
+    """Whatever keeps the harvester from asking for any: by what it learned of idle GPUs they may never be worth a start."""
+    policy = Predictive("r", Settings(price=0.5))
+    policy.observe(seam.StepSubmitted(1, "train", 64, 8, cap=4000), 1.0)
+    policy.observe(seam.WorkerReady(2, "harvested", "n2", 1, 1, True, 40.0, 5.0, 35.0), 50.0)
+    step = StepView(step=1, samples=64, groups=8)
+
+    def asked(now: float, *workers: WorkerView) -> tuple[int, float | None]:
+        view = PlainView(step=step, workers=[worker(1, kind="reserved"), *workers], max_engines=6, max_batch=32)
+        engines, _ = policy.engines(view, now)
+        found = policy.benefit()
+        return engines, found.saving if found else None
+
+    all_of_them, saving = asked(100.0)
+    assert all_of_them > 1
+    assert saving
+    assert asked(100.0 + TRIAL_S - 1) == (all_of_them, saving)
+    assert asked(100.0 + TRIAL_S) == (1, None)
+    assert asked(101.0 + TRIAL_S, worker(2, status="loading"))[0] == all_of_them
+    assert asked(102.0 + TRIAL_S)[0] == all_of_them, "it is lost: the time begins anew"
+
+
 def test_what_a_round_costs_is_learned_from_whole_steps() -> None:
     policy = Predictive("r")
     where = SmallSite(policy, SPEC, 2, 3, Trainer(token_s=8e-5, round_groups=2, round_s=4.0), CAP)
