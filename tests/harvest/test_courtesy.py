@@ -290,13 +290,13 @@ def test_a_stop_drains_and_one_in_a_hurry_cancels() -> None:
         ({}, {"reason": "BeginTime", "eligible_time": NOW + 121}, (), True),
         ({}, {"reason": "BeginTime", "eligible_time": NOW + 121}, SHARED, False),  # nowhere to go: it keeps its place
         ({}, {"reason": "BeginTime", "eligible_time": NOW + 6}, (), False),  # as soon as a fresh one
-        ({"since": NOW - 1}, {"reason": "None", "eligible_time": NOW + 600}, (), False),  # just submitted, by a daemon whose clock is behind Slurm's
+        ({"since": NOW - 1}, {"reason": "None", "eligible_time": NOW + 600}, (), False),  # just submitted; our clock is behind Slurm's
         ({"pinned": "node1", "since": NOW - 31}, {"reason": "Resources"}, ("node1",), True),
         ({"pinned": "node1", "since": NOW - 29}, {"reason": "Resources"}, ("node1",), False),
         ({"pinned": "node1", "since": NOW - 99}, {"reason": "Resources"}, (), False),  # its node is free: it will start
         ({"pinned": "node1", "since": NOW - 121}, {"reason": "Resources"}, (), True),  # it looks free, and Slurm does not start it
         ({"since": NOW - 99}, {"reason": "Resources"}, ("node1",), False),
-        ({"since": NOW - 121}, {"reason": "Resources"}, ("node1",), True),  # a daemon before this one chose its node, and nobody knows which
+        ({"since": NOW - 121}, {"reason": "Resources"}, ("node1",), True),  # a daemon before this one chose its node; which?
     ],
 )
 def test_a_waiting_job_keeps_its_place_unless_a_fresh_one_starts_sooner(
