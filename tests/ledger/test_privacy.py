@@ -242,7 +242,7 @@ def engine_error() -> str:
     """What an engine whose library quotes the prompt has its worker say."""
 
     async def dies() -> str:
-        def load(tensors: object) -> None:
+        def load(tensors: object, *, summed: bool) -> None:
             raise IndexError(f"{SECRET} is not in the vocabulary")
 
         loop = asyncio.get_running_loop()
