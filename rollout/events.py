@@ -152,8 +152,11 @@ class Built(Event):
 
 @dataclass(frozen=True, slots=True)
 class LoadFailed(Event):
+    """`differs`: all bytes came, and what sits in the engine is not what its trainer merged."""
+
     version: int
     reason: str
+    differs: bool = False
 
 
 @dataclass(frozen=True, slots=True)

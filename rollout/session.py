@@ -53,6 +53,8 @@ from rollout.work import Work
 from scavenger import wire
 from scavenger.errors import ScavengerError
 
+#: Versions in a row that were merged to other weights than by their trainer; then the engine counts as dead.
+MAX_MISMATCHES = 2
 LEGAL: dict[Phase, frozenset[Phase]] = {
     Phase.CONNECTING: frozenset({Phase.CONNECTING, Phase.GREETING, Phase.GONE}),
     Phase.GREETING: frozenset({Phase.GREETING, Phase.JOINED, Phase.CONNECTING, Phase.GONE}),
@@ -258,6 +260,12 @@ class Session:
             return self._gone(leave)  # nobody knows of us, or nothing is left to say
         return [*(self._farewell() if self.phase is Phase.JOINED else []), *abort]
 
+    def _load_failed(self, event: LoadFailed, now: float) -> list[Action]:
+        """The second mismatch in a row is the engine's death, counted against its node: what it held was looked at in between."""
+        actions = self.work.load_failed(event, now)
+        died = self.work.mismatches >= MAX_MISMATCHES
+        return [*actions, *(self._leave(Leave(EXIT_ENGINE_FAILED, event.reason), self._limits.drain_s, now) if died else [])]
+
     def _farewell(self) -> list[Action]:
         assert self._leaving is not None
         code = self._leaving.code
@@ -282,7 +290,7 @@ _ON_EVENT: dict[type[Event], _Handler] = {
     AddRefused: lambda s, e, now: s.work.add_refused(e, now),
     EngineDied: lambda s, e, now: s._leave(Leave(EXIT_ENGINE_FAILED, e.reason), s._limits.drain_s, now),
     Loaded: lambda s, e, now: s.work.loaded(e, now),
-    LoadFailed: lambda s, e, now: s.work.load_failed(e, now),
+    LoadFailed: Session._load_failed,
     Built: lambda s, e, now: s.work.built(e, now),
     Woken: lambda s, e, now: s.work.woken(e, now),
     Serves: lambda s, e, now: s.work.serves(e, now),

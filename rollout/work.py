@@ -42,6 +42,7 @@ class Work:
         self.closed = False
         self.flush_at: float | None = None
         self.loaded_root = self.loaded_merged = b""
+        self.mismatches = 0  # versions in a row that were merged to other weights than by their trainer
         self._wanted: wire.UseWeights | None = None  # being pulled or loaded
         self._serving: dict[int, wire.Serving] = {}  # what is given out to other workers
         self._waiting: list[wire.Lease] = []  # assigned for the version that is being loaded
@@ -250,6 +251,7 @@ class Work:
         return [*actions, Load(message)]
 
     def loaded(self, event: Loaded, now: float) -> list[Action]:
+        self.mismatches = 0
         if self._wanted is None or event.version != self._wanted.version:
             return [Note("superseded", f"version {event.version} was loaded after a newer one was wanted")]
         self.loaded_version, self.loaded_root, self.loaded_merged, self._wanted = event.version, event.root, event.merged, None
@@ -283,6 +285,7 @@ class Work:
         return self._send(serving) if wanted else []
 
     def load_failed(self, event: LoadFailed, _now: float) -> list[Action]:
+        self.mismatches += event.differs
         if self._wanted is None or event.version != self._wanted.version:
             return []
         self._wanted, self._waiting = None, []

@@ -54,7 +54,7 @@ from rollout.link import Link
 from rollout.session import Session
 from rollout.tasks import spawn
 from scavenger import wire
-from scavenger.errors import EngineError, WeightsError, told
+from scavenger.errors import EngineError, WeightsDiffer, WeightsError, told
 from scavenger.keys import KeyPair
 from scavenger.weights import manifest as manifests
 from scavenger.weights.manifest import Manifest
@@ -211,6 +211,7 @@ class Worker:
                 began = self._clock()
                 await self._engine.wake()
                 self._inbox.put_nowait(Woken(self._clock() - began))
+            del command  # while it waits for the next, it keeps no version's memory that the store let go of
 
     async def _build(self, spec: wire.EngineSpec) -> None:
         began = self._clock()
@@ -274,7 +275,10 @@ class Worker:
         try:
             merged = await _put_in(engine, pulled)
         except EngineError as error:
-            self._inbox.put_nowait(LoadFailed(version, told(error)))
+            failed = LoadFailed(version, told(error), isinstance(error, WeightsDiffer))
+            if failed.differs:  # before it is said, so that the next try finds nothing here that is not as published
+                await self._store.recheck({pulled.manifest.root, *([pulled.base[0].root] if pulled.base is not None else [])})
+            self._inbox.put_nowait(failed)
             return
         load_s = self._clock() - began
         _log.info(
@@ -290,7 +294,10 @@ class Worker:
 
 
 async def _put_in(engine: Engine, pulled: _Pulled) -> bytes:
-    """Returns the digest of what sits in the engine where its trainer states one, which it is then. Raises `EngineError`."""
+    """Returns the digest of what sits in the engine where its trainer states one, which it is then.
+
+    Raises `EngineError`, of which `WeightsDiffer` says that it is not.
+    """
     manifest = pulled.manifest
     if not manifest.merged:
         await engine.load(manifest.version, _views(pulled))

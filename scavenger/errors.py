@@ -135,6 +135,14 @@ class EngineError(ScavengerError):
     """An inference engine cannot serve."""
 
 
+SUSPECT_MEMORY = "where it happens on one node alone, suspect its memory"
+ONE_RELEASE = f"run engines and trainer of one release; {SUSPECT_MEMORY}"
+
+
+class WeightsDiffer(EngineError):
+    """What an engine merged is not what its trainer merged, or does not sit in it: bad memory, or code of another release."""
+
+
 class SimulationError(ScavengerError):
     """A simulation cannot go on: a scenario that cannot be, or a bug of the simulator."""
 

@@ -21,11 +21,10 @@ from rollout.engines.norms import wide_norms
 from rollout.engines.published import STORED, parse_config
 from rollout.engines.sampling import Draws, draw
 from rollout.engines.slots import SlotCache
-from scavenger.errors import EngineError
+from scavenger.errors import SUSPECT_MEMORY, EngineError, WeightsDiffer
 from scavenger.wire import EngineSpec
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
-BAD_MEMORY = "the version is loaded again; where it fails on one node alone, suspect its memory"
 MAX_PREFILL_TOKENS = 8192  # padded tokens of one prefill pass: bounds its memory and how long it delays running requests
 
 
@@ -119,7 +118,8 @@ class Decoder:
         if missing:
             raise EngineError(f"{len(missing)} weights are missing, the first is {missing[0]!r}", "publish all weights")
         if wrong := sorted(name for name, value in due.items() if not checksum(state[name]).agrees(value)):
-            raise EngineError(f"{len(wrong)} weights do not sit in the engine as they were given, the first is {wrong[0]!r}", BAD_MEMORY)
+            cause = f"{len(wrong)} weights do not sit in the engine as they were given, the first is {wrong[0]!r}"
+            raise WeightsDiffer(cause, f"the version is loaded again; {SUSPECT_MEMORY}")
         self.loaded = True
         return given
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from rollout.engines import checksum, lora
 from rollout.engines.base import Weight
 from rollout.engines.published import STORED
-from scavenger.errors import EngineError
+from scavenger.errors import ONE_RELEASE, EngineError, WeightsDiffer
 from scavenger.weights import manifest as manifests
 from scavenger.weights.manifest import Manifest, TensorView
 
@@ -85,13 +85,11 @@ def digest(weights: Iterable[Weight], names: Mapping[str, str]) -> bytes:
 
 
 def refuse_other(manifest: Manifest, found: bytes) -> None:
-    """Raises `EngineError` where an engine holds (`found`, its digest) other weights than its trainer says that it merged."""
+    """Raises `WeightsDiffer` where an engine holds (`found`, its digest) other weights than its trainer says that it merged."""
     if manifest.merged and found != manifest.merged:
         theirs, ours = manifest.merged.hex()[:16], found.hex()[:16]
-        raise EngineError(
-            f"version {manifest.version} was merged here to other weights ({ours}) than by its trainer ({theirs})",
-            "run engines and trainer of one release; where it happens on one node alone, suspect its memory",
-        )
+        cause = f"version {manifest.version} was merged here to other weights ({ours}) than by its trainer ({theirs})"
+        raise WeightsDiffer(cause, ONE_RELEASE)
 
 
 def _one(weight: TensorView, given: dict[str, TensorView], scale: float, dtype: str) -> Weight:

@@ -98,7 +98,7 @@ def advanced(core: Core, run: Run) -> None:
 
 def _proved_version(run: Run, hello: WorkerHello) -> int:
     """The version that the worker has loaded, if its hashes say that it is the ledger's; else -1: it is asked to load."""
-    return -1 if run.proved(hello.loaded_version, hello.loaded_root, hello.loaded_merged) else hello.loaded_version
+    return -1 if run.unproved(hello.loaded_version, hello.loaded_root, hello.loaded_merged) else hello.loaded_version
 
 
 def _siblings(run: Run, identity: Identity) -> list[Worker]:

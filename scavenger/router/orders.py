@@ -52,9 +52,9 @@ def reconcile(core: Core, worker: Worker, beat: Heartbeat) -> None:
 
 
 def loaded(core: Core, worker: Worker, message: WeightsLoaded, version: int) -> None:
-    if refusal := worker.run.proved(version, message.root, message.merged):
+    if refusal := worker.run.unproved(version, message.root, message.merged):
         core.peer_event(worker, "weights_refused", f"worker {worker.id}", refusal, version=version, node=worker.node)
-        drain(core, worker, "it holds weights that nobody published")
+        drain(core, worker, refusal)
         return
     worker.run.directory.settled(worker.id)
     first, worker.loaded_version = worker.loads == 0, version

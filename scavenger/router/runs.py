@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from scavenger.errors import ONE_RELEASE
 from scavenger.ledger import records as rec
 from scavenger.router import greeting, orders, steps
 from scavenger.router import samples as sm
@@ -241,9 +242,7 @@ def _publish(core: Core, run: Run, body: PublishVersion) -> ReplyBody:
         return Denied("invalid", why, "use fewer and larger tensors, or fewer sources: every engine is sent them")
     known, base, merged = run.versions.get(body.version), manifests.base_of(body.manifest), manifests.merged_of(body.manifest)
     if known is not None and known.root == body.root:
-        known.sources, known.manifest = body.sources, body.manifest  # that of an old version was let go
-        known.base, known.merged = base, merged
-        return Ok()
+        return _publish_again(known, body, base, merged)
     if body.version < run.next_version:
         return Denied("invalid", f"version {body.version} was used before", f"the next one is {run.next_version}")
     if base and not any(version.root == base for version in run.versions.values()):
@@ -256,6 +255,19 @@ def _publish(core: Core, run: Run, body: PublishVersion) -> ReplyBody:
     core.record(
         rec.VersionPublished(run.id, body.version, body.step, run.attempt, body.root, body.manifest, body.nbytes, core.now)
     )  # fmt: skip
+    return Ok()
+
+
+def _publish_again(known: Version, body: PublishVersion, base: bytes, merged: bytes) -> ReplyBody:
+    """The same bytes from other sources. What engines must make of them was said once and stays: samples were made by that."""
+    if known.merged and merged and known.merged != merged:
+        theirs, ours = merged.hex()[:16], known.merged.hex()[:16]
+        why = f"version {body.version} was published as merged to {ours}, and now, with the same adapters and base, to {theirs}"
+        return Denied("invalid", why, f"publish it under another number; {ONE_RELEASE}")
+    if known.merged and not merged:  # engines would find nothing to compare with in it, and be refused for that
+        body = msgspec.structs.replace(body, manifest=manifests.stating(body.manifest, known.merged))
+    known.sources, known.manifest = body.sources, body.manifest  # that of an old version was let go
+    known.base, known.merged = base, merged or known.merged
     return Ok()
 
 

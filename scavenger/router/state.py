@@ -9,6 +9,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from scavenger.errors import ONE_RELEASE
 from scavenger.router.placement import Slots
 from scavenger.router.policy import RouterPolicy, SampleView, Standard
 from scavenger.router.queue import Queue
@@ -235,20 +236,18 @@ class Run:
     told: Told = field(default_factory=Told)  # of its policy's decisions, to the ledger
     trained: Trained | None = None  # what its trainer last said of the step under way
 
-    def proved(self, version: int, root: bytes, merged: bytes) -> str:
+    def unproved(self, version: int, root: bytes, merged: bytes) -> str:
         """Why an engine that says so of itself does not hold this version as it was published; empty where it does (I8).
 
         After an older ledger was restored, one number may name two sets of weights.
         """
         known = self.versions.get(version)
         if known is None or known.root != root:
-            return f"loaded version {version} under another root hash"
+            return f"loaded version {version} under another root hash: it holds weights that nobody published"
         if known.merged and known.merged != merged:
             holds = merged.hex()[:16] or "says nothing of its sum"
-            return (
-                f"merged the adapters of version {version} to other weights ({holds}) than its trainer ({known.merged.hex()[:16]}): "
-                "run engines and trainer of one release; where it happens on one node alone, suspect its memory"
-            )
+            theirs = known.merged.hex()[:16]
+            return f"merged the adapters of version {version} to other weights ({holds}) than its trainer ({theirs}): {ONE_RELEASE}"
         return ""
 
     def held(self, version: int) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 import structlog
 
@@ -150,6 +150,24 @@ class Store:
         self._release({manifest.version, *weights.keep})
         return self._now_held(manifest, buffer, weights)
 
+    async def recheck(self, roots: Set[bytes]) -> list[int]:
+        """Hash what is held of these once more, and let go of what is not as published any more: the next `get` pulls it, to other memory.
+
+        Returns the versions let go. What is as published stays: were the trainer the one who erred, all engines would pull all of it again.
+        """
+        held = [(manifest, buffer, buffer.view) for manifest, buffer in self._held.values() if manifest.root in roots]
+        wrong: list[Buffer] = []
+        for manifest, buffer, view in held:
+            found = await asyncio.to_thread(manifests.hashes_of, view, manifest.chunk_nbytes)
+            if found != manifest.chunk_hashes and not any(buffer is other for other in wrong):
+                wrong.append(buffer)
+        gone = sorted(version for version, (_, buffer) in self._held.items() if any(buffer is one for one in wrong))
+        _log.warning("weights.rechecked", versions=sorted(manifest.version for manifest, _, _ in held), not_as_published=gone)
+        for version in gone:
+            del self._held[version]  # and its memory is not for another version
+        self._withdraw(gone)
+        return gone
+
     def offer(self, weights: wire.UseWeights) -> None:
         """More holders of the version that is being pulled, or is about to be."""
         self._more = weights
@@ -247,6 +265,10 @@ class Store:
             over = self._held.pop(version, None)
             if over is not None and not any(buffer is over[1] for _, buffer in self._held.values()):
                 self._pool.give(over[1])
+            self._withdraw([version])
+
+    def _withdraw(self, versions: Sequence[int]) -> None:
+        for version in versions:
             root = self._served.pop(version, None)
             if root is not None and self._source is not None:
                 self._source.withdraw(version)

@@ -18,6 +18,8 @@ from rollout.events import (
     KeyRefused,
     Leave,
     Limits,
+    Loaded,
+    LoadFailed,
     Phase,
     Received,
     Terminate,
@@ -99,6 +101,20 @@ def test_the_goodbye_of_a_dead_engine_says_that_it_died() -> None:
     messages = sent(t.do(EngineDied("KeyError('x')")))
     assert [type(m) for m in messages] == [wire.Chunks, wire.Goodbye]
     assert messages[1] == wire.Goodbye("KeyError('x')", notice=False, failed=True)
+    assert [leave.code for leave in of(Leave, t.hear(wire.GoodbyeAck()))] == [EXIT_ENGINE_FAILED]
+
+
+def test_the_second_mismatch_in_a_row_is_the_engine_s_death_and_one_that_loaded_between_them_is_not() -> None:
+    t, wrong = Talk().joined(), "merged to other weights"
+    for number, event in enumerate((LoadFailed(8, wrong, differs=True), Loaded(8, b"r8", 0.0, 0.0), LoadFailed(9, wrong, differs=True))):
+        t.hear(wire.UseWeights(8 + number // 2, b"", ()))
+        assert not any(isinstance(message, wire.Goodbye) for message in sent(t.do(event)))
+    for _ in range(5):
+        t.hear(wire.UseWeights(9, b"", ()))
+        assert sent(t.do(LoadFailed(9, "nobody gave it"))) == [wire.WeightsFailed(9, "nobody gave it")], "no fault of this node"
+    t.hear(wire.UseWeights(9, b"", ()))
+    said = sent(t.do(LoadFailed(9, wrong, differs=True)))
+    assert said == [wire.WeightsFailed(9, wrong), wire.Goodbye(wrong, notice=False, failed=True)]
     assert [leave.code for leave in of(Leave, t.hear(wire.GoodbyeAck()))] == [EXIT_ENGINE_FAILED]
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 
 import msgspec
 import pytest
 import zmq
 
-from rollout.engines.base import Host
+from rollout.engines.base import Host, Weight
 from rollout.events import EXIT_DRAINED, EXIT_ENGINE_FAILED, EXIT_REFUSED, Limits
 from rollout.worker import Options, Worker
 from scavenger import keys, wire
@@ -128,9 +128,10 @@ def test_adapters_are_merged_with_their_base_which_is_pulled_first_and_once(play
     play(scene)
 
 
-def test_an_engine_that_merges_otherwise_than_its_trainer_says_so_and_loads_again(play: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def stated() -> tuple[manifests.Manifest, Callable[[Stage], wire.UseWeights]]:
+    """Adapters whose trainer says what they make of their base, and the order to load them."""
     torch = pytest.importorskip("torch", reason="merging needs torch")
-    from rollout.engines import checksum, lora
+    from rollout.engines import checksum
 
     base, blob = manifests.build(1, {"a.weight": ("float32", (16, 8), memoryview(bytes(512)))})
     data = memoryview(bytearray(array("f", [3.0] * 32).tobytes()))
@@ -139,11 +140,22 @@ def test_an_engine_that_merges_otherwise_than_its_trainer_says_so_and_loads_agai
     right = checksum.digest({"a.weight": checksum.checksum(torch.full((16, 8), 9.0, dtype=torch.bfloat16))})
     manifest = msgspec.structs.replace(plain, merged=right)
 
+    def order(stage: Stage) -> wire.UseWeights:
+        under = wire.BaseWeights(1, manifests.encode(base), (stage.source.publish(base, blob),))
+        return wire.UseWeights(2, manifests.encode(manifest), (stage.source.publish(manifest, own),), base=under)
+
+    return manifest, order
+
+
+def test_an_engine_that_merges_otherwise_than_its_trainer_says_so_and_loads_again(play: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest, order_of = stated()
+    right = manifest.merged
+    from rollout.engines import lora
+
     async def scene(stage: Stage) -> None:
         await stage.daemon.expect(wire.WorkerHello)
         stage.welcome()
-        under = wire.BaseWeights(1, manifests.encode(base), (stage.source.publish(base, blob),))
-        order = wire.UseWeights(2, manifests.encode(manifest), (stage.source.publish(manifest, own),), base=under)
+        order = order_of(stage)
         with monkeypatch.context() as wrong:
             merged = lora.merged
             wrong.setattr(lora, "merged", lambda weight, down, up, scale: merged(weight, down, up, 2 * scale))
@@ -158,6 +170,60 @@ def test_an_engine_that_merges_otherwise_than_its_trainer_says_so_and_loads_agai
         stage.restart_daemon()
         hello = await stage.daemon.expect(wire.WorkerHello)
         assert (hello.loaded_version, hello.loaded_merged) == (2, right)
+
+    play(scene)
+
+
+def test_after_a_mismatch_what_is_held_is_hashed_and_what_flipped_is_pulled_anew(play: Run) -> None:
+    manifest, order_of = stated()
+
+    async def scene(stage: Stage) -> None:
+        load = stage.engine.load
+
+        async def flips(version: int, tensors: Iterable[Weight], *, summed: bool = False) -> bytes:
+            (weight,) = given = list(tensors)
+            assert isinstance(weight, merging.Merged)
+            weight.base.data[3] ^= 0x40  # of what the store holds: 0.0 is 2.0 now
+            stage.engine.load = load  # type: ignore[method-assign]
+            return await load(version, given, summed=summed)
+
+        stage.engine.load = flips  # type: ignore[method-assign]
+        await stage.daemon.expect(wire.WorkerHello)
+        stage.welcome()
+        order = order_of(stage)
+        stage.daemon.send(order)
+        gone = await stage.daemon.expect(wire.Serving)
+        while gone.source is not None:
+            gone = await stage.daemon.expect(wire.Serving)
+        assert gone.version == 1, "the base is not served on; the adapters are as published"
+        assert "merged here to other weights" in (await stage.daemon.expect(wire.WeightsFailed)).reason
+        stage.daemon.send(order)
+        assert (await stage.daemon.expect(wire.WeightsLoaded)).merged == manifest.merged
+
+    from rollout.engines import merging
+
+    play(scene)
+
+
+def test_an_engine_that_merges_otherwise_a_second_time_ends_with_70(play: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, order_of = stated()
+    from rollout.engines import lora
+
+    merged = lora.merged
+    monkeypatch.setattr(lora, "merged", lambda weight, down, up, scale: merged(weight, down, up, 2 * scale))
+
+    async def scene(stage: Stage) -> None:
+        await stage.daemon.expect(wire.WorkerHello)
+        stage.welcome()
+        order = order_of(stage)
+        for _ in range(2):
+            stage.daemon.send(order)
+            failed = await stage.daemon.expect(wire.WeightsFailed)
+        goodbye = await stage.daemon.expect(wire.Goodbye)
+        assert (goodbye.reason, goodbye.failed, goodbye.notice) == (failed.reason, True, False)
+        stage.daemon.send(wire.GoodbyeAck())
+        await stage.ends(EXIT_ENGINE_FAILED)
+        assert stage.source.stats.nbytes + 512 * stage.source.stats.mapped <= 512 + 512 + 192, "what was held was as published, and stayed"
 
     play(scene)
 

@@ -333,7 +333,8 @@ def test_an_engine_that_merged_to_other_weights_gets_no_sample_and_leaves_with_c
     (event,) = bench.events("weights_refused")
     assert f"version 2 to other weights {said} than its trainer ({MERGED.hex()[:16]})" in event.reason
     assert "run engines and trainer of one release" in event.reason
-    assert len(bench.take(W1, Drain)) == 1
+    (drained,) = bench.take(W1, Drain)
+    assert drained.reason == event.reason, "its own log says which, too"
     bench.hello(W2)
     bench.say(W2, WeightsLoaded(2, adapters.root, merged=MERGED))
     assert len(bench.leases(W2)) == 2, "others serve the run"
@@ -358,5 +359,39 @@ def test_what_was_merged_is_compared_again_at_each_greeting_also_after_a_restart
 def test_a_restored_ledger_knows_what_was_merged_before_its_trainer_is_back() -> None:
     bench, adapters = with_stated()
     bench.restart()
-    assert bench.router.core.runs["r"].proved(2, adapters.root, MERGED) == ""
-    assert "other weights" in bench.router.core.runs["r"].proved(2, adapters.root, OTHER)
+    assert bench.router.core.runs["r"].unproved(2, adapters.root, MERGED) == ""
+    assert "other weights" in bench.router.core.runs["r"].unproved(2, adapters.root, OTHER)
+
+
+def test_the_same_adapters_are_not_published_as_merged_to_something_else() -> None:
+    bench, adapters = with_stated()
+    answer = bench.call(stating(2, made(1).root, OTHER))
+    assert isinstance(answer, Denied)
+    assert f"merged to {MERGED.hex()[:16]}" in answer.reason
+    assert f"to {OTHER.hex()[:16]}" in answer.reason
+    bench.hello(W1)
+    (order,) = asked(bench, W1)
+    assert manifests.merged_of(order.manifest) == MERGED
+    bench.say(W1, WeightsLoaded(2, adapters.root, merged=OTHER))
+    assert bench.leases(W1) == []
+
+
+def test_what_adapters_are_merged_to_stays_stated_when_they_are_published_again_without_it() -> None:
+    bench, adapters = with_stated()
+    assert bench.call(made(2, made(1).root)) == Ok()
+    bench.hello(W1)
+    (order,) = asked(bench, W1)
+    assert manifests.decode(order.manifest) == manifests.decode(adapters.manifest), "engines still have what to compare with"
+    bench.say(W1, WeightsLoaded(2, adapters.root))
+    assert bench.leases(W1) == []
+    bench.hello(W2)
+    bench.say(W2, WeightsLoaded(2, adapters.root, merged=MERGED))
+    assert len(bench.leases(W2)) == 2
+
+
+def test_what_adapters_are_merged_to_may_be_stated_later() -> None:
+    bench, adapters = with_stated()
+    bench.call(made(3, made(1).root))
+    assert bench.call(stating(3, made(1).root, MERGED)) == Ok()
+    assert "other weights" in bench.router.core.runs["r"].unproved(3, made(3, made(1).root).root, OTHER)
+    assert adapters.version == 2

@@ -444,3 +444,24 @@ def test_a_source_that_stopped_keeps_nothing_from_use_and_a_new_one_serves_the_n
             assert await other.get(published[2][0], engine.address()) == published[2][1]
 
     asyncio.run(main())
+
+
+def test_what_is_held_and_no_more_as_published_is_let_go_when_it_is_hashed_again_and_pulled_to_other_memory() -> None:
+    async def main() -> None:
+        (first, one), (second, two) = version(1), version(2)
+        async with engines(1) as (engine,):
+            with WeightSource() as trainer:
+                sources = trainer.publish(first, one), trainer.publish(second, two)
+                bad = await engine.get(first, sources[0])
+                good = await engine.get(second, sources[1], keep=(1,))
+                assert await engine.store.recheck({first.root, second.root}) == []
+                bad[-1] ^= 1
+                assert await engine.store.recheck({second.root}) == [], "it was not asked for the other"
+                assert await engine.store.recheck({first.root, second.root}) == [1]
+                assert engine.said[-1] == wire.Serving(1, first.root, None)
+                anew = await engine.get(first, sources[0], keep=(2,))
+                assert anew == one
+                assert bad != one, "other memory"
+                assert good == two
+
+    asyncio.run(main())
