@@ -242,6 +242,8 @@ class Chaos:
 
     def _may(self, fault: Planned, process: Process) -> bool:
         """A zombie or a hole needs a part that can be one, and one that is not one already."""
+        if process.part == "slurmctld":
+            return self._saved()
         if fault.kind == "kill":
             return True
         if fault.kind == "stop" and process.part == "daemon":
@@ -252,6 +254,16 @@ class Chaos:
             return False
         # of the ranks only the first one talks to the daemon
         return process.part == "engine" or (process.part == "rank" and (fault.kind == "stop" or process.name == "rank 0"))
+
+    def _saved(self) -> bool:
+        """Whether slurmctld has written down all jobs. An id that it forgets it gives again; the node on which the first one runs is then
+        drained ("Duplicate jobid") and the second one held, which an admin has to mend, and no fault of ours."""
+        try:
+            newest = max((job.submit_time for job in self.site.cluster.view().jobs), default=0.0)
+        except ClusterUnavailable:
+            return False
+        saved = self.site.sandbox.dir / "state/job_state"
+        return saved.exists() and saved.stat().st_mtime > newest + 1.0
 
     def _perform(self, fault: Planned, process: Process | None) -> None:
         part = process.part if process is not None else "disk"
