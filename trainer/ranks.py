@@ -78,7 +78,7 @@ _encode = msgspec.msgpack.Encoder().encode
 _commands: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 _row_stats: msgspec.msgpack.Decoder[tuple[RowStats, ...]] = msgspec.msgpack.Decoder(tuple[RowStats, ...])
 _sources: msgspec.msgpack.Decoder[tuple[wire.WeightSource, ...]] = msgspec.msgpack.Decoder(tuple[wire.WeightSource, ...])
-_sums: msgspec.msgpack.Decoder[dict[str, tuple[int, int, bool]]] = msgspec.msgpack.Decoder(dict[str, tuple[int, int, bool]])
+_sums: msgspec.msgpack.Decoder[dict[str, Sum]] = msgspec.msgpack.Decoder(dict[str, Sum])
 _logprobs: msgspec.msgpack.Decoder[dict[int, bytes]] = msgspec.msgpack.Decoder(dict[int, bytes])
 
 
@@ -104,7 +104,7 @@ def execute(learner: Learner, saver: Saver, publisher: Publisher, command: Comma
         case Share(dtype, base):
             return publisher.make(learner, dtype, base=base)
         case Merge(dtype):
-            return _encode({name: (one.value, one.numel, one.finite) for name, one in publisher.sums(learner, dtype).items()})
+            return _encode(publisher.sums(learner, dtype))
         case Offer(manifest, mark):
             of, mesh = manifests.decode(manifest), learner.mesh
             return _encode(publisher.offer(of, mark, mesh.get_local_rank(), mesh.size()))
@@ -202,8 +202,7 @@ class Ranks:
         own = str(self._learner.dtype).removeprefix("torch.")
         adapter = manifests.Adapter(self._base, self._learner.adapter_scale, dtype)
         shares = [_sums.decode(frame) for frame in self._all([Merge(dtype)] * self.size)]
-        digest = merged.digest([{name: Sum(*one) for name, one in share.items()} for share in shares])
-        return self._publisher.seal(version, self._all([Share(own)] * self.size), adapter, digest)
+        return self._publisher.seal(version, self._all([Share(own)] * self.size), adapter, merged.digest(shares))
 
     def offer(self, manifest: Manifest) -> tuple[wire.WeightSource, ...]:
         """Every rank serves its share of the version that was just built, beside all that follows. Returns who has what, a disk last."""

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from scavenger.cluster.model import Node
 from scavenger.harvest.actions import Limits
 from scavenger.harvest.autoscale import Gate
-from scavenger.harvest.idling import node_class
+from scavenger.harvest.idling import Idle, node_class
 from scavenger.harvest.room import Room
 from scavenger.router.machine import Demand
 
@@ -25,8 +25,8 @@ class Gates:
     """Of one decision. `measure` once, when the room is known and nothing of it is taken."""
 
     def __init__(self, demand: Sequence[Demand], limits: Limits, now: float) -> None:
-        self._idle, self._now = limits.idle, now
-        self._demand = [want for want in demand if want.benefit is not None] if limits.idle is not None else []
+        self._idle, self._now = limits.idle or Idle({}, {}, 0.0), now  # of which nothing is known there is no gate
+        self._demand = [want for want in demand if want.benefit is not None]
         self._gates: dict[tuple[int, str], Gate | None] = {}
         self._young: dict[int, dict[str, int]] = {}
         self._classes: dict[str, str] = {}
@@ -40,7 +40,6 @@ class Gates:
                 gate = self._gate(want, node)
                 if gate is None or gate.age_s <= 0 or not space.gpus:
                     continue
-                assert self._idle is not None  # there is a gate
                 young = self._idle.young(name, node.idle_gpus, gate.age_s, self._now) - (node.idle_gpus - space.gpus)
                 if young > 0:
                     found[name] = young
@@ -49,8 +48,7 @@ class Gates:
         kind = self._classes[node.name] = node_class(node)
         key = (want.run_id, kind)
         if key not in self._gates:
-            assert self._idle is not None  # by `_demand`
-            assert want.benefit is not None
+            assert want.benefit is not None  # by `_demand`
             self._gates[key] = self._idle.gate(node, want.benefit)
         return self._gates[key]
 

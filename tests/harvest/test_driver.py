@@ -315,7 +315,7 @@ def test_a_gpu_that_is_not_worth_a_start_is_left_idle_and_the_record_says_by_whi
         assert {name: len(since) for name, since in ages.since.items()} == {"node1": 2, "node2": 2}
         return replace(ages, curves={node_class(node): prior() for node in world.site.view().nodes})
 
-    harvester.idling.known = known  # type: ignore[method-assign]
+    harvester.idling.known = known  # type: ignore[method-assign]  # it knows a curve at once
 
     async def play() -> None:
         world.demand = [Demand(1, "run", 1, 1, "one is useful", benefit=worth)]

@@ -16,7 +16,7 @@ from scavenger.errors import EngineError
 torch = pytest.importorskip("torch", reason="the engines need the [trainer] extra")
 pytest.importorskip("peft", reason="the adapters need the [lora] extra")
 kinds = pytest.importorskip("tests.rollout.kinds")
-from rollout.engines import published  # noqa: E402  needs torch
+from rollout.engines import published  # noqa: E402  needs torch, as all that follows
 from rollout.engines.base import Host  # noqa: E402
 from rollout.engines.checksum import checksum  # noqa: E402
 from rollout.engines.vllm import VllmEngine  # noqa: E402
@@ -57,7 +57,7 @@ class Llm:
 def engine_of(llm: Llm) -> VllmEngine:
     kind = kinds.Reference()
     config = published.parse_config(kind.text())
-    return VllmEngine(kind.spec(), Host("run"), llm, published.layout(config), config, None, None)  # type: ignore[arg-type]
+    return VllmEngine(kind.spec(), Host("run"), llm, published.layout(config), config, None, None)  # type: ignore[arg-type]  # Llm stands for vLLM's
 
 
 @pytest.mark.parametrize("damage", [False, True])
