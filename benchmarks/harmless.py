@@ -42,7 +42,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,16 @@ class Seen:
     failed: bool = False  # it began, should be over for 10 s, and never came to its last line
 
 
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Who was where, for whoever asks why a GPU was idle; s since the arm began. `waited`: (number, submitted, nodes, GPUs a node)."""
+
+    others: list[Stay]
+    ours: list[Stay]
+    waited: list[tuple[int, float, int, int]]
+    decided: list[tuple[float, str, str]]
+
+
 @dataclass(slots=True)
 class Outcome:
     """One arm's. `stays`: of harvested jobs. `asked`: calls to Slurm by kind."""
@@ -127,6 +137,7 @@ class Outcome:
     asked: dict[str, int]
     minutes: float
     reasons: dict[str, int] = field(default_factory=dict)
+    timeline: Timeline = field(default_factory=lambda: Timeline([], [], [], []))
 
 
 # ---------------------------------------------------------------- the trace
@@ -383,6 +394,12 @@ def measure(
     lived = [ends[key].at - hold.at for key, hold in starts.items() if key in ends]
     arrived = [one for one in others.seen if not one.arrival.warm]
     started = [one for one in arrived if one.started]
+    timeline = Timeline(
+        [replace(stay, start=stay.start - began, end=stay.end - began) for stay in theirs],
+        [replace(stay, start=stay.start - began, end=stay.end - began) for stay in ours],
+        [(one.arrival.number, one.submitted - began, one.arrival.nodes, one.arrival.gpus_per_node) for one in arrived if not one.started],
+        [(one.at - began, f"{one.action} {one.code}", one.reason) for one in said.of(rec.Decision)],
+    )
     return Outcome(
         arm, grace_s,
         {one.arrival.number: max(0.0, one.started - one.submitted) for one in started if not others.peer(one)},
@@ -391,6 +408,7 @@ def measure(
         use(theirs, ours, names, options.gpus, began, ended, cold_s), len(ours), sum(life < cold_s for life in lived),
         sum(end.reason == "preempted" for end in ends.values()), asked, (ended - began) / 60,
         dict(Counter([f"{one.action} {one.code}" for one in said.of(rec.Decision)] + [f"event {one.kind}" for one in said.of(rec.Event)])),
+        timeline,
     )  # fmt: skip
 
 

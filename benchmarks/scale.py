@@ -2,18 +2,22 @@
 
     python -m benchmarks.scale policy  [--nodes 10000] [--jobs 100000]     the pure decision alone, goal 200 ms
     python -m benchmarks.scale cycle   [--nodes 1000]  [--pending 10000]   one observation and decision on a private Slurm, goal 1 s
+    python -m benchmarks.scale rest    [--nodes 1000]  [--minutes 12]      a daemon with nothing to do: goals 1 % of a core, 2 RPCs a minute
 
 `policy` makes a full queue (a third of the jobs run, the rest wait, half of these for GPUs that others or ours hold) with hundreds of
 engines of ours, and asks `harvest.policy.decide` some times: the least and the median, in CPU time of this process. Everybody who waits has
 waited long enough for us to leave: the most work that such a site can make. `cycle` starts a real
 slurmctld whose nodes are CLOUD nodes (they cost nothing and never run anything), fills its queue with jobs of others that wait, and times
 `Cluster.view`, the tracker and the decision apart, as the daemon does them; and what of that was CPU time, of this process and of the
-Slurm commands that it ran, which a busy machine does not change. Both look for garbage as seldom as the daemon (`interpreter.tune`).
+Slurm commands that it ran, which a busy machine does not change. Both look for garbage as seldom as the daemon (`interpreter.tune`). `rest`
+starts `scavenger daemon` beside such a controller, as a site would, and asks the kernel for its CPU time and the controller (`sdiag`) for
+the requests that it got meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import pwd
 import random
@@ -24,14 +28,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from scavenger import interpreter
+from scavenger import interpreter, keys, toml
 from scavenger.cluster import sandbox, sandbox_conf
 from scavenger.cluster.layout import Layout, PartitionLayout
 from scavenger.cluster.model import ClusterView, Job, JobState, Node, Partition, PreemptMode
-from scavenger.cluster.ports import listens
+from scavenger.cluster.ports import free_ports, listens
 from scavenger.cluster.slurm import SlurmCluster
 from scavenger.harvest.health import HealthRules
 from scavenger.harvest.policy import Limits, OurJob, decide
@@ -39,6 +44,7 @@ from scavenger.harvest.room import owners
 from scavenger.harvest.tracker import Rules, Tracker
 from scavenger.router.machine import Demand
 
+ROOT = Path(__file__).resolve().parents[1]
 NOW = 1000.0
 LIMITS = Limits(
     "scavenge", max_engines=4000, max_pending=32, courtesy_window_s=120.0, headroom_per_node=1, pin=True, drain_before_s=30.0,
@@ -125,9 +131,9 @@ def cloud_conf(base: Path, nodes: int, port: int) -> str:
     return "\n".join([*cloud, "MaxJobCount=200000", "MaxArraySize=100001", text])
 
 
-def time_cycle(nodes: int, pending: int, repeat: int) -> None:
-    from scavenger.cluster.ports import free_ports
-
+@contextlib.contextmanager
+def controller(nodes: int) -> Iterator[dict[str, str]]:
+    """A real slurmctld with CLOUD nodes; gives the environment of its commands."""
     base = Path(tempfile.mkdtemp(prefix="scale-"))
     children: list[subprocess.Popen[bytes]] = []
     try:
@@ -148,13 +154,18 @@ def time_cycle(nodes: int, pending: int, repeat: int) -> None:
         _wait("munged", lambda: (run / "munge.socket").exists())
         _start(children, ["slurmctld", "-D", "-c", "-f", str(conf)], env, base)
         _wait("slurmctld", lambda: listens(port))
-        fill(env, nodes, pending)
-        measure_cycle(SlurmCluster(env, timeout_s=60.0), repeat)
+        yield env
     finally:
         for child in reversed(children):
             child.kill()
             child.wait()
         shutil.rmtree(base)
+
+
+def time_cycle(nodes: int, pending: int, repeat: int) -> None:
+    with controller(nodes) as env:
+        fill(env, nodes, pending)
+        measure_cycle(SlurmCluster(env, timeout_s=60.0), repeat)
 
 
 def _start(children: list[subprocess.Popen[bytes]], argv: list[str], env: dict[str, str], base: Path) -> None:
@@ -165,8 +176,7 @@ def _start(children: list[subprocess.Popen[bytes]], argv: list[str], env: dict[s
         children.append(subprocess.Popen([binary, *argv[1:]], env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
 
 
-def _wait(what: str, ready: object) -> None:
-    assert callable(ready)
+def _wait(what: str, ready: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
     while not ready():
         if time.monotonic() > deadline:
@@ -203,6 +213,65 @@ def measure_cycle(cluster: SlurmCluster, repeat: int) -> None:
         print(f"{what}: {1000 * min(took):.0f} ms least, {1000 * statistics.median(took):.0f} ms median of {repeat}")
 
 
+# ---------------------------------------------------------------- a daemon with nothing to do
+
+
+def measure_rest(nodes: int, pending: int, minutes: float) -> bool:
+    """Whether both goals are met. The daemon's settings are the shipped ones: an observation every 60 s, at rest every 120 s."""
+    with controller(nodes) as env, tempfile.TemporaryDirectory(prefix="rest-") as name:
+        fill(env, nodes, pending)
+        folder = Path(name)
+        keys.init_state(folder / "state", "owner")
+        config = folder / "scavenger.toml"
+        config.write_text(toml.dumps({"daemon": {"state_dir": str(folder / "state")}}))
+        argv = [sys.executable, "-m", "scavenger", "daemon", "--config", str(config), "--die-with-stdin"]
+        with (folder / "daemon.log").open("wb") as log:
+            daemon = subprocess.Popen(argv, env=env, cwd=ROOT, stdin=subprocess.PIPE, stdout=log, stderr=log)
+        try:
+            _wait("the daemon", settled(lambda: received(env), least=received(env) + 4))  # its first look asks four things
+            counted, spent, began = received(env), process_cpu_s(daemon.pid), time.monotonic()
+            time.sleep(60.0 * minutes)  # what is measured is a length of time
+            if daemon.poll() is not None:
+                raise SystemExit(f"the daemon ended:\n{(folder / 'daemon.log').read_text()[-2000:]}")
+            took = time.monotonic() - began
+            core = (process_cpu_s(daemon.pid) - spent) / took
+            rpcs = (received(env) - counted) * 60.0 / took
+        finally:
+            daemon.terminate()
+            daemon.wait()
+    print(f"{nodes:,} nodes, {pending:,} jobs wait, {took / 60:.1f} min; the daemon and the commands that it ran:")
+    print(f"CPU: {core:.2%} of a core, goal 1 %: {'met' if core < 0.01 else 'MISSED'}")
+    print(f"requests to slurmctld, as sdiag counts: {rpcs:.2f} a minute, goal 2: {'met' if rpcs <= 2.0 else 'MISSED'}")
+    return core < 0.01 and rpcs <= 2.0
+
+
+def settled(count: Callable[[], int], least: int, quiet_s: float = 10.0) -> Callable[[], bool]:
+    """Whether `count` has come to `least` and has stayed for so long: what a start asks for is not rest."""
+    last, since = -1, time.monotonic()
+
+    def ready() -> bool:
+        nonlocal last, since
+        if (now := count()) != last:
+            last, since = now, time.monotonic()
+        return now >= least and time.monotonic() - since > quiet_s
+
+    return ready
+
+
+def received(env: dict[str, str]) -> int:
+    """Requests that the controller has had, but for sdiag's own and what its own parts tell it."""
+    told = subprocess.run(["sdiag"], env=env, text=True, check=True, capture_output=True).stdout
+    by_type = told.partition("statistics by message type")[2].partition("statistics by user")[0]
+    counts = re.findall(r"(REQUEST_\w+) *\( *\d+\) count:(\d+)", by_type)
+    return sum(int(count) for kind, count in counts if kind != "REQUEST_STATS_INFO")
+
+
+def process_cpu_s(pid: int) -> float:
+    """CPU seconds of a process and of the children it has waited for (proc(5), fields 14 to 17)."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(int(field) for field in fields[11:15]) / os.sysconf("SC_CLK_TCK")
+
+
 def _cpu_s() -> float:
     """CPU time of this process and of the commands that it has waited for."""
     spent = os.times()
@@ -211,15 +280,18 @@ def _cpu_s() -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", choices=("policy", "cycle"))
+    parser.add_argument("what", choices=("policy", "cycle", "rest"))
     parser.add_argument("--nodes", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=100_000)
     parser.add_argument("--pending", type=int, default=10_000)
+    parser.add_argument("--minutes", type=float, default=12.0)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
     if options.what == "policy":
         time_policy(options.nodes or 10_000, options.jobs, options.repeat, options.seed)
+    elif options.what == "rest":
+        return 0 if measure_rest(options.nodes or 1000, options.pending, options.minutes) else 1
     else:
         time_cycle(options.nodes or 1000, options.pending, options.repeat)
     return 0
