@@ -41,6 +41,11 @@ class JobFlag(StrEnum):
     STAGE_OUT = "STAGE_OUT"
     STOPPED = "STOPPED"
     REVOKED = "REVOKED"
+    RESV_DEL_HOLD = "RESV_DEL_HOLD"  # its reservation ended, or was deleted, while it waited: held until its user acts
+    LAUNCH_FAILED = "LAUNCH_FAILED"  # from here on: releases after 22.05
+    RECONFIG_FAIL = "RECONFIG_FAIL"
+    POWER_UP_NODE = "POWER_UP_NODE"
+    EXPEDITING = "EXPEDITING"
 
 
 class PreemptMode(StrEnum):
