@@ -28,6 +28,11 @@ _FLAG_BASE: Mapping[JobFlag, JobState] = {
     JobFlag.REQUEUE_FED: JobState.PENDING,
     JobFlag.SPECIAL_EXIT: JobState.PENDING,
     JobFlag.REVOKED: JobState.CANCELLED,
+    JobFlag.RESV_DEL_HOLD: JobState.PENDING,
+    JobFlag.LAUNCH_FAILED: JobState.PENDING,
+    JobFlag.RECONFIG_FAIL: JobState.PENDING,
+    JobFlag.POWER_UP_NODE: JobState.RUNNING,  # as CONFIGURING: it has its nodes, which boot
+    JobFlag.EXPEDITING: JobState.PENDING,  # put back, to start before all others
 }
 _STATES = {state.value: state for state in JobState}
 _FLAGS = {flag.value: flag for flag in JobFlag}
@@ -159,7 +164,8 @@ def _gpu_items(text: str) -> Iterable[tuple[str, int]]:
     if text in NOTHING:
         return
     for item in re.sub(r"\([^)]*\)", "", text).split(","):
-        match = re.fullmatch(r"(?:gres[:/])?gpu(?:[:/]([A-Za-z][\w.-]*))?(?:[:=](\d+))?", item.strip())
+        # a type may begin with a digit, or be a number (2080ti, 3090, 1g.10gb); a number alone is a count
+        match = re.fullmatch(r"(?:gres[:/])?gpu(?:[:/](?!\d+$)([\w.-]+))?(?:[:=](\d+))?", item.strip())
         if match is not None:
             yield match[1] or "", int(match[2]) if match[2] is not None else 1
 

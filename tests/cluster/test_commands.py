@@ -95,6 +95,9 @@ def test_every_flag_is_read_and_stands_for_a_state_of_its_own(flag: JobFlag) -> 
         ({"tres-per-node": "gres:gpu:a:1,gres:gpu:b:2,gres:shard:7"}, 6),
         ({"tres-per-node": "N/A", "tres-per-task": "gres:gpu:1"}, 2),
         ({"tres-per-node": "N/A"}, 0),
+        ({"tres-per-node": "gres:gpu:2080ti:2"}, 4),
+        ({"tres-per-node": "gres:gpu:2080ti"}, 2),
+        ({"tres-per-node": "gres/gpu:3090=4"}, 8),
     ],
 )
 def test_gpus_are_counted_from_the_allocation_or_from_what_was_asked(fields: dict[str, str], gpus: int) -> None:
