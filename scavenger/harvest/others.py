@@ -39,8 +39,9 @@ _PENDING, _RUNNING = JobState.PENDING, JobState.RUNNING
 #: Less its tier, may begin later, could start: of all jobs of one kind.
 _Verdict = tuple[int, bool, bool]
 _NEW: _Verdict = (0, False, False)  # a kind that was not judged yet: compared by identity
-#: More than any job id needs (Slurm's have 32): a job's order within its rank is its priority's and its id's bits.
-_ID_BITS = 40
+#: More than any job id needs (Slurm's have 32): a job's order within its rank is its priority's and its id's bits, and then its place in
+#: the queue, because the waiting tasks of an array all have the array's id.
+_ID_BITS, _PLACE_BITS = 40, 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +205,7 @@ def _ranks(pending: Iterable[Job], ground: Ground, limits: Limits, now: float) -
     until, planned_until = now + max(limits.horizon_s, limits.courtesy_window_s), now + limits.courtesy_window_s
     kinds: dict[tuple[str, str, int, int, int], _Verdict | None] = {}
     ranks: dict[_Rank, dict[int, Job]] = {}
-    for job in pending:
+    for place, job in enumerate(pending):
         kind = (job.partition, job.reason, job.n_nodes, job.gpus, job.cpus)
         verdict = kinds.get(kind, _NEW)
         if verdict is _NEW:
@@ -222,7 +223,7 @@ def _ranks(pending: Iterable[Job], ground: Ground, limits: Limits, now: float) -
         rank = ranks.get((needs_at, less_tier))
         if rank is None:
             rank = ranks[needs_at, less_tier] = {}
-        rank[job.job_id - (job.priority << _ID_BITS)] = job
+        rank[((job.job_id - (job.priority << _ID_BITS)) << _PLACE_BITS) + place] = job
     return ranks
 
 

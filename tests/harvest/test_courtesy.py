@@ -75,6 +75,7 @@ def left(actions: tuple[Action, ...]) -> list[tuple[str, str]]:
         ([job(1, gpus=4, reason="Dependency", start_time=NOW + 10)], 12),
         ([job(1, gpus=4, cpus=65)], 12),  # no node has so many CPUs: it waits for something else
         ([job(1, gpus=2), job(2, gpus=2)], 8),
+        ([job(1, gpus=2)] * 3, 6),  # the waiting tasks of an array all have the array's id
     ],
 )
 def test_what_others_need_within_the_window_is_not_idle(others: list[Any], room: int) -> None:
