@@ -60,6 +60,7 @@ class SlurmCluster:
         self._partitions = Remembered(partitions_s)
         self._reservations: tuple[Reservation, ...] = ()
         self._reservations_at = -math.inf
+        self._switches: tuple[tuple[str, str], ...] | None = None
         self.rpc = RpcCounter()
 
     @property
@@ -73,8 +74,10 @@ class SlurmCluster:
 
     def info(self) -> ClusterInfo:
         info = commands.parse_info(self._ask(commands.config_argv(), rpc.CONFIG), user=pwd.getpwuid(os.getuid()).pw_name)
-        told = self._command(topology.argv(), rpc.TOPOLOGY)  # a site without a topology may answer with an error: it then has none
-        return replace(info, switches=topology.parse(told.stdout if told.returncode == 0 else ""))
+        if self._switches is None:  # cables are asked for once; the configuration again and again
+            told = self._command(topology.argv(), rpc.TOPOLOGY)  # a site without a topology may answer with an error: it then has none
+            self._switches = topology.parse(told.stdout if told.returncode == 0 else "")
+        return replace(info, switches=self._switches)
 
     def view(self) -> ClusterView:
         # nodes first: a GPU taken between two commands then shows an owner in the queue; the other order would show a

@@ -40,7 +40,7 @@ from scavenger.harvest import policy, preflight, sights
 from scavenger.harvest.durable import Durable, as_json, decided
 from scavenger.harvest.idling import Idling
 from scavenger.harvest.leave import leave_by, unseen
-from scavenger.harvest.limits import pace_of, rules_of
+from scavenger.harvest.limits import pace_of, rules_of, stale_s
 from scavenger.harvest.pace import Look, Pace
 from scavenger.harvest.policy import Cancel, CancelPending, Code, Decision, GiveBack, Leaving, Submit
 from scavenger.harvest.room import owners
@@ -66,6 +66,8 @@ DEMAND_TICK_S = 1.0
 STOP_S = 3.0
 #: How long a shutdown that cancels waits for the jobs to leave the queue.
 CANCEL_S = 20.0
+#: A site changes whether Slurm preempts at all, and what it hides, without a word to us: by a reload, or a restart of slurmctld.
+INFO_S = 900.0
 
 
 class Harvester:
@@ -107,6 +109,7 @@ class Harvester:
         self.idling = Idling()
         self.view: ClusterView | None = None  # the last complete observation, for the display
         self._info: ClusterInfo | None = None
+        self._info_at = -math.inf
         self._refused = ""  # why the partition may no longer be harvested
         self._pace, self._monotonic = Pace(pace_of(config), draw, monotonic()), monotonic
         self._by = math.inf  # when somebody was promised GPUs (`monotonic`)
@@ -137,7 +140,7 @@ class Harvester:
         known = {job.intended.intent_id for job in jobs}
         for path in sorted((self._state_dir / "workers").glob("scv-*.key")):
             if path.stem not in known:
-                path.unlink(missing_ok=True)
+                self._drop_files(path.stem)
 
     def reconfigure(self, config: DaemonConfig) -> None:
         """Go on with what `scavenger.reload` lets change live, from the next cycle on. Raises `ConfigError`, and then nothing changed."""
@@ -238,8 +241,7 @@ class Harvester:
             info = await self._call(self.cluster.info)
             view = await self._look()
             preflight.check(info, view.partitions, self.config.harvest.partition, self.config.harvest.qos)
-            self._info = info
-            self._learned(info)
+            self._learn(info)
             return view, Look.FULL
         if look is Look.JOBS and self.view is not None:
             asked_at = self._clock()
@@ -247,8 +249,15 @@ class Harvester:
             if not self.tracker.surprised(jobs):
                 return replace(self.view, jobs=jobs, observed_at=asked_at), Look.JOBS
         view = await self._look()
+        if self._pace.failures or self._monotonic() - self._info_at >= INFO_S:  # a controller that was restarted has read another one
+            self._learn(await self._call(self.cluster.info))
         self._check_again(view)
         return view, Look.FULL
+
+    def _learn(self, info: ClusterInfo) -> None:
+        if info != self._info:
+            self._learned(info)
+        self._info, self._info_at = info, self._monotonic()
 
     async def _look(self) -> ClusterView:
         """A view, stamped by our clock and with the time before it was asked for: it is at least as new as it says."""
@@ -312,9 +321,18 @@ class Harvester:
             if isinstance(action, GiveBack):
                 self._give_back(action, inputs)
         await self._cancel(cancels, inputs)
-        for action in decision.actions:
-            if isinstance(action, Submit) and not await self._submit(action, inputs):
+        for number, action in enumerate(action for action in decision.actions if isinstance(action, Submit)):
+            if number and await self._overtaken():
+                return
+            if not await self._submit(action, inputs):
                 return  # one that fails says enough about the next
+
+    async def _overtaken(self) -> bool:
+        """Whether what was decided is to be done no more: a busy Slurm takes many seconds a job, and somebody may have stopped us."""
+        assert self.view is not None
+        await self.standing.look_now()
+        old = self._clock() - self.view.observed_at > stale_s(self.config)
+        return old or self._stopping.is_set() or self.standing.seen != self.standing.decided_on
 
     async def _cancel(self, actions: Sequence[CancelPending | Cancel], inputs: str) -> None:
         """Cancel jobs with one command. What has no id yet is remembered, and cancelled when it turns up."""
@@ -392,8 +410,14 @@ class Harvester:
         public = self._keys.pop(intent_id, "")
         if public:
             self._unregister(public)
-        keys.worker_key_path(self._state_dir, intent_id).unlink(missing_ok=True)
-        drop_empty_log(self._state_dir, intent_id)
+        self._drop_files(intent_id)
+
+    def _drop_files(self, intent_id: str) -> None:
+        try:
+            keys.worker_key_path(self._state_dir, intent_id).unlink(missing_ok=True)
+            drop_empty_log(self._state_dir, intent_id)
+        except OSError as error:  # its key opens nothing; the next daemon's start tries again
+            log.warning("a closed job's files stay", intent=intent_id, reason=str(error))
 
     # ---------------------------------------------------------------- time and threads
 
@@ -412,7 +436,8 @@ class Harvester:
                     self._give_back(action, "{}")
             moved = self._poked.is_set() or changed or _shape(self._demand()) != self._decided_on
             rests = not self.tracker.intents and not any(d.engines for d in self._demand())
-            by = now if changed else self._by  # who stops harvesting does not wait for a budget
+            # Who stops harvesting does not wait for a budget. Who resumes does, or a file that comes and goes would be a flood of looks.
+            by = now if changed and self.standing.seen is not None else self._by
             due_at, look = self._pace.next(now, expecting=self.tracker.expecting(self._clock()), moved=moved, rests=rests, by=by)
             if now >= due_at:
                 break

@@ -43,6 +43,11 @@ def pace_of(config: DaemonConfig) -> PaceRules:
     return PaceRules(section.observe_s, section.quick_s, section.observe_floor_s, section.max_rpc_per_min)
 
 
+def stale_s(config: DaemonConfig) -> float:
+    """On what was seen longer ago nothing is decided, and nothing more is submitted."""
+    return max(2 * config.cluster.observe_s, config.cluster.command_timeout_s)
+
+
 def limits_of(
     config: DaemonConfig,
     health: Health,
@@ -75,7 +80,7 @@ def limits_of(
         gpu_type=harvest.gpu_type,
         cpus_per_engine=harvest.cpus_per_engine,
         memory_mb_per_engine=harvest.memory_mb_per_engine,
-        stale_s=max(2 * cluster.observe_s, cluster.command_timeout_s),
+        stale_s=stale_s(config),
         horizon_s=cluster.observe_s,
         leave_s=leave_s,
         courtesy_window_s=harvest.courtesy_window_s,

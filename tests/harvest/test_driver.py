@@ -15,12 +15,14 @@ import pytest
 
 from scavenger import keys
 from scavenger.cluster.local import LocalServer
-from scavenger.cluster.model import ClusterView, JobState, PreemptMode
+from scavenger.cluster.model import ClusterView, JobSpec, JobState, PreemptMode
 from scavenger.errors import ConfigError, Fenced
-from scavenger.harvest import waiting
+from scavenger.harvest import driver, waiting
 from scavenger.harvest.autoscale import Benefit
 from scavenger.harvest.idling import Idle, Idling, node_class
+from scavenger.harvest.pace import Look
 from scavenger.harvest.sights import comment_of
+from scavenger.harvest.standing import drain, resume
 from scavenger.harvest.survival import prior
 from scavenger.ledger import records as rec
 from scavenger.router.events import Identity, IntentRevoked, JobGone
@@ -353,6 +355,110 @@ def test_a_partition_that_stops_being_preemptible_gets_its_engines_withdrawn(wor
     [event] = world.events("partition_refused")
     assert "not preemptible" in event.reason
     assert "not preemptible" in world.acted("give_back")[0].inputs
+
+
+def test_a_slurm_that_preempts_nothing_any_more_gets_its_engines_withdrawn(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The partition still says PreemptMode=REQUEUE; the site's PreemptType was changed (scontrol reconfigure does that)."""
+    monkeypatch.setattr(driver, "INFO_S", 0.3)
+
+    async def play() -> None:
+        world.want(2)
+        async with running(world.harvester()):
+            await until("two engines run", lambda: len(world.of(rec.HoldStarted)) == 2)
+            none = replace(world.cluster.info(), preempt_type="preempt/none")
+            monkeypatch.setattr(world.cluster, "info", lambda: none)
+            await until("both are drained", lambda: len(world.of(IntentRevoked)) == 2)
+
+    asyncio.run(play())
+    [event] = world.events("partition_refused")
+    assert "preempts nothing" in event.reason
+
+
+def test_what_is_stopped_while_slurm_takes_its_time_with_each_job_is_not_submitted_further(world: World) -> None:
+    async def play() -> None:
+        world.want(4)
+        harvester = world.harvester(max_pending=4)
+        submit = world.cluster.submit
+
+        def slow(spec: JobSpec) -> int:
+            drain(world.state_dir, "three at night", at_once=False)  # somebody stops harvesting during the first sbatch
+            return submit(spec)
+
+        world.cluster.submit = slow  # type: ignore[method-assign]
+        async with running(harvester):
+            await until("the stop is seen", lambda: world.events("harvest_stopped"))
+            assert len(world.of(rec.JobIntended)) == 1
+            resume(world.state_dir)
+            world.cluster.submit = submit  # type: ignore[method-assign]
+            await until("all four are there", lambda: len(world.of(rec.JobSubmitted)) >= 4)
+
+    asyncio.run(play())
+
+
+def test_what_was_seen_too_long_ago_is_not_submitted_on_further(world: World) -> None:
+    world.pace |= {"command_timeout_s": 0.4}
+
+    async def play() -> None:
+        world.want(4)
+        submit, hung = world.cluster.submit, threading.Event()
+
+        def slow(spec: JobSpec) -> int:
+            hung.wait(0.5)
+            return submit(spec)
+
+        world.cluster.submit = slow  # type: ignore[method-assign]
+        async with running(world.harvester(max_pending=4)):
+            await until("all four are submitted", lambda: len(world.of(rec.JobSubmitted)) == 4)
+
+    asyncio.run(play())
+    said = [type(one) for one in world.said if isinstance(one, rec.ClusterSampled | rec.JobIntended)]
+    assert (rec.JobIntended, rec.JobIntended) not in itertools.pairwise(said), "a look before each"
+
+
+def test_a_stop_file_that_comes_and_goes_is_obeyed_at_once_and_resuming_waits_for_the_budget(world: World) -> None:
+    world.pace |= {"observe_s": 600.0, "max_rpc_per_min": 10.0}
+    world.cluster.whole_cost = 150  # the first look spends what was saved up
+
+    async def play() -> None:
+        harvester = world.harvester()
+        due, bys = harvester._pace.next, []
+
+        def asked(now: float, *, by: float, **more: bool) -> tuple[float, Look]:
+            bys.append((harvester.standing.seen is not None, by <= now))
+            return due(now, by=by, **more)
+
+        harvester._pace.next = asked  # type: ignore[method-assign,assignment]
+        async with running(harvester):
+            await until("it looks", lambda: world.of(rec.ClusterSampled))
+            drain(world.state_dir, "three at night", at_once=False)
+            await until("it stops, whatever that costs", lambda: world.events("harvest_stopped"))
+            resume(world.state_dir)
+            await until("it knows", lambda: harvester.standing.seen is None and harvester.standing.changed)
+            n = len(bys)
+            await until("and waits", lambda: len(bys) > n + 1)
+        assert (True, True) in bys
+        assert not any(at_once for stopped, at_once in bys[n:] if not stopped)
+        assert not world.events("harvest_resumed")
+
+    asyncio.run(play())
+
+
+def test_files_of_a_closed_job_that_cannot_be_removed_end_nothing(world: World) -> None:
+    async def play() -> None:
+        world.want(1)
+        async with running(world.harvester()):
+            await until("an engine runs", lambda: world.of(rec.HoldStarted))
+            workers = world.state_dir / "workers"
+            workers.rename(world.state_dir / "elsewhere")
+            workers.write_text("the file system answers with errors")
+            world.want(0)
+            world.site.cancel(tuple(job.job_id for job in world.jobs()))
+            await until("it is closed", lambda: world.of(rec.JobEnded))
+            assert world.allowed == {}, "its key opens nothing"
+            n = len(world.of(rec.ClusterSampled))
+            await until("looks go on", lambda: len(world.of(rec.ClusterSampled)) > n)
+
+    asyncio.run(play())
 
 
 def test_a_worker_whose_key_is_lost_is_withdrawn_after_a_restart(world: World) -> None:
