@@ -30,7 +30,7 @@ from scavenger.harvest.actions import (
 from scavenger.harvest.gates import Gates
 from scavenger.harvest.leave import Leave, asked_to_leave, insist
 from scavenger.harvest.others import census
-from scavenger.harvest.submit import submit
+from scavenger.harvest.submit import preempted_enough, submit
 from scavenger.harvest.yielding import could_start
 from scavenger.router.machine import Demand
 
@@ -50,7 +50,7 @@ def decide(view: ClusterView, demand: Sequence[Demand], jobs: Sequence[OurJob], 
     counted, ground = census(view, frozenset(job.job_id for job in ours if job.job_id), limits, now)
     actions: list[Action] = [*insist(ours, limits, now)]
     staying = _staying(ours, actions)
-    surplus = _surplus(staying, wanted, allotted, closed, limits.stop_now)
+    surplus = _surplus(staying, wanted, allotted, closed, limits)
     actions += surplus
     staying = _staying(staying, surplus)
     leaves = asked_to_leave(view, counted, ground, ours, staying, limits, now)
@@ -105,9 +105,13 @@ def allot(demand: Sequence[Demand], most: int, most_gpus: int | None = None) -> 
 
 
 def _surplus(
-    jobs: Sequence[OurJob], demand: Sequence[Demand], allotted: Mapping[int, int], closed: tuple[Code, str] | None, at_once: bool
+    jobs: Sequence[OurJob], demand: Sequence[Demand], allotted: Mapping[int, int], closed: tuple[Code, str] | None, limits: Limits
 ) -> list[Leave]:
-    """What no demand covers, the least worth first: pending jobs before engines, idle engines before busy ones."""
+    """What no demand covers, the least worth first: pending jobs before engines, idle engines before busy ones.
+
+    And after too many preemptions whatever waits: a job that was preempted would start again, and be preempted again, by itself.
+    """
+    preempted = preempted_enough(limits)
     by_run = {d.run_id: d for d in demand}
     left = dict(allotted)
     pending: list[Leave] = []
@@ -116,9 +120,12 @@ def _surplus(
         want = by_run.get(job.run_id)
         if want is not None and job.gpus == want.gpus_per_engine and left[job.run_id] > 0:
             left[job.run_id] -= 1
-            continue
+            if not (job.waits and preempted):
+                continue
         if closed:
             code, why = closed
+        elif job.waits and preempted:
+            code, why = Code.PREEMPTIONS, preempted
         elif want is None:
             code, why = Code.NO_DEMAND, "its run has no demand"
         elif job.gpus != want.gpus_per_engine:
@@ -127,7 +134,7 @@ def _surplus(
             code, why = Code.OVER_SHARE, f"run {want.run} may use {allotted[job.run_id]} engines: {want.reason}"
         if job.waits:
             pending.append(CancelPending(job.intent_id, why, code))
-        elif job.connected and not (closed and at_once):
+        elif job.connected and not (closed and limits.stop_now):
             engines.append(GiveBack(job.intent_id, f"{why}; it holds {job.leases} leases", code))
         else:
             engines.append(Cancel(job.intent_id, why if job.connected else f"{why}; no engine of it is connected", code))

@@ -113,14 +113,21 @@ def _closed(view: ClusterView, counted: Census, serving: Sequence[OurJob], limit
         return Code.PARTITION_DOWN, f"partition {limits.partition} is {'down' if partition else 'not there'}"
     if now < limits.not_before:
         return Code.BACKOFF, f"backs off: {limits.not_before_reason}"
-    most = limits.max_preemptions_per_hour
-    if most is not None and limits.preempted_last_hour >= most:
-        return Code.PREEMPTIONS, f"{limits.preempted_last_hour} preemptions in the last hour, max_preemptions_per_hour = {most}"
+    if preempted := preempted_enough(limits):
+        return Code.PREEMPTIONS, preempted
     for job in serving:
         listed = counted.ours.get(job.job_id)
         if job.waits and listed is not None and listed.waits and listed.reason.startswith(OWN_LIMIT):
             return Code.ACCOUNT_LIMIT, f"Slurm holds job {job.job_id} back ({listed.reason}): more would wait with it"
     return None
+
+
+def preempted_enough(limits: Limits) -> str:
+    """Why no engine is to start for a while, however much is idle; "" when it may."""
+    most = limits.max_preemptions_per_hour
+    if most is None or limits.preempted_last_hour < most:
+        return ""
+    return f"{limits.preempted_last_hour} preemptions in the last hour, max_preemptions_per_hour = {most}"
 
 
 def _wait_or_move(

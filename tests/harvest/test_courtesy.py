@@ -82,6 +82,15 @@ def test_what_others_need_within_the_window_is_not_idle(others: list[Any], room:
     assert asked(decide(view(NOW, others), want(20), [], LIMITS, NOW)) == room
 
 
+def test_after_too_many_preemptions_no_preempted_job_comes_back_by_itself_and_what_runs_goes_on() -> None:
+    limits = replace(LIMITS, max_preemptions_per_hour=2)
+    cluster, ours_ = played([engine(1), engine(2, waits=True)], [waiting(engine(2), restart_count=1, reason="BeginTime")])
+    assert left(decide(cluster, want(2), ours_, replace(limits, preempted_last_hour=1), NOW).actions) == []
+    decision = decide(cluster, want(2), ours_, replace(limits, preempted_last_hour=2), NOW)
+    assert (left(decision.actions), decision.code) == ([("CancelPending", "preemptions")], Code.PREEMPTIONS)
+    assert asked(decision) == 0
+
+
 @pytest.mark.parametrize(
     ("limits", "room", "code"),
     [
