@@ -50,6 +50,8 @@ def refused(read: object, path: Path) -> str:
         ('[cluster]\nbackend = "pbs"', ["cluster.backend = 'pbs'", "'slurm'"]),
         ("[harvest]\nmax_engines = -1", ["harvest.max_engines = -1", "greater than or equal to 0"]),
         ("[harvest]\nenabled = 7", ["harvest.enabled = 7", "boolean"]),
+        ("[harvest]\ntime_limit_s = inf", ["harvest.time_limit_s = inf", "finite"]),
+        ("[cluster]\nmax_rpc_per_min = inf", ["cluster.max_rpc_per_min = inf", "finite"]),
         ("[observe]\nport = 1", ["unknown key 'observe'"]),
     ],
 )

@@ -1,4 +1,4 @@
-"""What every section of a configuration is: strict, frozen, blanks cut off; and the numbers and names that keys are made of."""
+"""What every section of a configuration is: strict, frozen, blanks cut off, numbers finite; and what keys are made of."""
 
 from __future__ import annotations
 
@@ -15,4 +15,4 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, str_strip_whitespace=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, str_strip_whitespace=True, allow_inf_nan=False)
