@@ -185,7 +185,7 @@ def _of_job(job_id: int, field: str, text: str) -> int:
 
 def parse_nodes(stdout: str) -> tuple[Node, ...]:
     """Nodes from `nodes_argv`, sorted by name."""
-    return tuple(sorted((_node(line) for line in _lines("scontrol show node", stdout)), key=attrgetter("name")))
+    return tuple(sorted((_node(record) for record in _records("scontrol show node", "NodeName", stdout)), key=attrgetter("name")))
 
 
 def _node(line: str) -> Node:
@@ -206,7 +206,8 @@ def _node(line: str) -> Node:
 
 def parse_partitions(stdout: str) -> tuple[Partition, ...]:
     """Partitions from `partitions_argv`, sorted by name."""
-    parts = (replace(_partition(line), restricted=_restricted(line)) for line in _lines("scontrol show partition", stdout))
+    records = _records("scontrol show partition", "PartitionName", stdout)
+    parts = (replace(_partition(record), restricted=_restricted(record)) for record in records)
     return tuple(sorted(parts, key=lambda part: part.name))
 
 
@@ -267,10 +268,11 @@ def _exit_code(text: str) -> int:
     return 128 + signum if signum else status >> 8 & 0xFF
 
 
-def _lines(what: str, stdout: str) -> list[str]:
+def _records(what: str, key: str, stdout: str) -> list[str]:
+    """Each begins with its key on a line of its own: an admin's comment may hold newlines, and Slurm prints them as they are."""
     if not stdout.endswith("\n"):
         raise ClusterUnavailable(f"{what}: the answer is empty or truncated")
-    return [line for line in stdout.split("\n") if line.strip()]
+    return [record for record in re.split(rf"^(?={key}=)", stdout, flags=re.M) if record.strip()]
 
 
 def _pairs(line: str, required: Sequence[str], optional: Sequence[str] = ()) -> dict[str, str]:

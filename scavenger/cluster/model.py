@@ -60,7 +60,7 @@ class PreemptMode(StrEnum):
 _UNUSABLE = frozenset({
     "down", "drain", "drained", "draining", "fail", "failing", "maint", "reserved", "not_responding", "unknown", "error", "power_down",
     "powered_down", "powering_down", "powering_up", "reboot", "reboot_issued", "reboot_requested", "planned_down", "invalid_reg", "inval",
-    "future",
+    "future", "maintenance", "blocked",
 })  # fmt: skip
 
 

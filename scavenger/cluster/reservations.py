@@ -20,7 +20,7 @@ def argv() -> list[str]:
 
 def parse(stdout: str) -> tuple[Reservation, ...]:
     """Reservations that hold whole nodes or parts of them, by name. A floating one, or one of licences alone, has no nodes."""
-    lines = [line for line in stdout.split("\n") if line.strip()]
+    lines = [record for record in re.split(r"^(?=ReservationName=)", stdout, flags=re.M) if record.strip()]
     if not stdout.endswith("\n"):
         raise ClusterUnavailable("scontrol show reservation: the answer is empty or truncated")
     if any(line.startswith(_NONE) for line in lines):
@@ -29,7 +29,7 @@ def parse(stdout: str) -> tuple[Reservation, ...]:
 
 
 def _one(line: str) -> Reservation:
-    row = dict(re.findall(r"(?:^| )([A-Za-z]+)=(\S*)", line))
+    row = dict(reversed(re.findall(r"(?:^| )([A-Za-z]+)=(\S*)", line)))  # the first of each counts: a comment, last, may hold anything
     try:
         nodes = frozenset(expand(row["Nodes"])) if row["Nodes"] not in ("", "(null)") else frozenset[str]()
         start, end = float(int(row["StartTime"])), float(int(row["EndTime"]))

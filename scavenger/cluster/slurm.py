@@ -126,7 +126,7 @@ class SlurmCluster:
             raise SubmitUnknown(f"sbatch gave no answer within {self._timeout_s:.0f} s") from error
         if done.returncode != 0:
             said = runner.words(done)
-            if _ANSWER_LOST.search(said):
+            if done.returncode < 0 or _ANSWER_LOST.search(said):  # killed, perhaps after it had asked
                 raise SubmitUnknown(f"sbatch: {said}")
             raise runner.failure("sbatch", said)
         try:

@@ -123,6 +123,9 @@ def test_a_node_is_read_whatever_its_free_text_holds() -> None:
     assert (node.name, node.gpu_type, node.gpus, node.gpus_allocated) == ("node1", "h100", 4, 2)
     assert (node.cpus, node.cpus_allocated, node.memory_mb, node.memory_allocated_mb) == (64, 1, 1000000, 512)
     assert node.partitions == {"reserved", "scavenge"}
+    evil = NODE.rstrip("\n") + " Comment=new dimm\n State=IDLE Gres=gpu:9\n\n"  # 22.05.8 prints a comment's newlines as they are
+    other = NODE.replace("NodeName=node1", "NodeName=node2")
+    assert commands.parse_nodes(evil + other) == commands.parse_nodes(NODE + other)
 
 
 def test_a_node_without_gpus_and_one_without_partitions_are_nodes() -> None:

@@ -31,6 +31,8 @@ def test_reservations_are_read_by_name() -> None:
     )
     assert reservations.parse("No reservations in the system\n") == ()
     assert reservations.parse(COURSE.replace("Nodes=node0", "Nodes="))[0].nodes == frozenset()
+    evil = COURSE.rstrip("\n") + " Comment=moved from\nthe old Nodes=node9 EndTime=1\n"
+    assert reservations.parse(evil + MAINTENANCE) == reservations.parse(COURSE + MAINTENANCE), "later releases print a comment"
 
 
 @pytest.mark.parametrize(

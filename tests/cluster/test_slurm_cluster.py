@@ -62,6 +62,9 @@ def test_an_answer_that_is_none_is_partial_and_a_lost_submission_unknown(tmp_pat
     with pytest.raises(SubmitUnknown):
         cluster.submit(JobSpec(name="n", comment="c", partition="p", script="#!/bin/sh\n"))
     assert cluster.rpc.counts() == {"job_info": 1, "partition_info": 1, "submit": 1}, "what failed was sent, and counts"
+    killed = site(tmp_path, sbatch="kill -9 $$")  # by the host's memory, perhaps after it had asked
+    with pytest.raises(SubmitUnknown):
+        killed.submit(JobSpec(name="n", comment="c", partition="p", script="#!/bin/sh\n"))
 
 
 @pytest.mark.parametrize(("said", "version"), [("slurm-wlm 22.05.8", "22.05.8"), ("slurm 24.11.0-0rc1", "24.11.0-0rc1")])
