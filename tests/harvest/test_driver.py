@@ -138,6 +138,7 @@ def test_with_the_budget_spent_the_queue_alone_is_looked_at_and_a_preemption_bri
             world.site.submit(spec(gpus=1, nodelist=("node2",)))
             await until("the router knows, long before observe_s", lambda: world.of(JobGone))
             assert world.cluster.looks.count("full") == whole + 1
+            await until("it was seen completing, or gone", lambda: world.of(rec.HoldEnded))
 
     asyncio.run(play())
     assert [end.reason for end in world.of(rec.HoldEnded)] == ["requeued"], "we had asked it to leave"
