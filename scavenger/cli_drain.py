@@ -37,12 +37,13 @@ def drain(
     if off:
         was, stop_file = standing.resume(state_dir), settings.harvest.stop_file
         still = standing.read_stop(stop_file, "the stop file")
-        does = "harvests again" if not gone else "a daemon harvests again once one serves"
-        print(f"{does if was else 'was not drained'}{f'; but {stop_file} is there, and stops it all the same' if still is not None else ''}")
+        does = ("a daemon harvests again once one serves" if gone else "harvests again") if was else "was not drained"
+        print(f"{does}; but {stop_file} is there, and stops it all the same" if still is not None else does)
         return
     standing.drain(state_dir, f"{getpass.getuser()}{f': {reason}' if reason else ''}", at_once=now)
     if not gone:
-        print(f"{'cancels' if now else 'drains'} all engines; none is submitted until `scavenger drain --off`. `scavenger status` tells when")
+        print(f"{'cancels' if now else 'drains'} all engines; none is submitted until `scavenger drain --off`")
+        print("`scavenger status` tells what is still held")
         return
     print(f"NOTHING IS {'CANCELLED' if now else 'DRAINED'} NOW, because no daemon serves: {gone}")
     print("it is noted: a daemon that starts gives everything back and submits nothing until `scavenger drain --off`")

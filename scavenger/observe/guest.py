@@ -1,4 +1,4 @@
-"""What the harvester holds, waits for and last saw, as one struct for `scavenger status`. Looks at it on the event loop and changes nothing.
+"""What the harvester holds, waits for and last saw, as one struct for `scavenger status`. Looks on the event loop; changes nothing.
 
 Owns where each figure comes from; the words are `observe.status`'s.
 """

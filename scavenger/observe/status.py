@@ -167,7 +167,8 @@ def harvested(status: Status, now: float, gone: str) -> list[str]:
         said.append(f"          STOPPED by {h.stopped}")
     if h.seen_at:
         seen = f"{max(0.0, now - h.seen_at):.0f} s ago" if not gone else f"at {_utc(h.seen_at)}"
-        said.append(f"slurm     seen {seen}: {h.idle} GPUs idle, {h.others} with others; {h.pending_others} jobs of others wait for GPUs there")
+        gpus = f"{h.idle} GPUs idle, {h.others} with others"
+        said.append(f"slurm     seen {seen}: {gpus}; {h.pending_others} jobs of others wait for GPUs there")
     else:
         said.append("slurm     not seen yet")
     if h.concluded:

@@ -88,8 +88,8 @@ def test_jobs_are_known_by_comment_or_name_and_never_those_of_another_ledger() -
 
 
 @pytest.mark.parametrize(("start_time", "began"), [(607.0, 607.4), (608.0, 608.0), (606.0, 621.8), (700.0, 621.8)])
-def test_a_hold_begins_when_slurm_started_the_job_in_whole_seconds_though_sbatch_answered_later(start_time: float, began: float) -> None:
-    """Seen on Slurm: told 607, the intent durable at 607.4, sbatch's answer at 608.5, and the first look at 621.8: 14 s were not counted."""
+def test_a_hold_begins_when_slurm_says_that_it_did_though_sbatch_answered_later(start_time: float, began: float) -> None:
+    """Seen on Slurm: told 607, the intent durable at 607.4, sbatch answered at 608.5, first look at 621.8: 14 s were not counted."""
     w = Watch()
     w.tracker.intend(intended(A, 607.4), 607.4)
     w.keep(w.tracker.submitted(A, 1, 608.5))
