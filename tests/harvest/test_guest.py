@@ -102,8 +102,8 @@ def test_a_drain_without_a_daemon_says_that_nothing_leaves_now_and_how_to_end_th
     path.write_text(f'[daemon]\nstate_dir = "{state_dir}"\n[harvest]\npartition = "idle"\nstop_file = "{tmp_path / "STOP"}"\n')
     keys.init_state(state_dir, "ada")
     if ended != "never":
-        gone: dict[str, Any] = {"died": {"pid": 2**30}, "closed": {"state": "CLOSED", "stopped_at": time.time()}}[ended]
-        status.write(state_dir, msgspec.structs.replace(serving(), **gone))
+        gone: dict[str, dict[str, Any]] = {"died": {"pid": 2**30}, "closed": {"state": "CLOSED", "stopped_at": time.time()}}
+        status.write(state_dir, msgspec.structs.replace(serving(), **gone[ended]))
     done = CliRunner().invoke(app, ["drain", "--now", "--config", str(path)])
     assert done.exit_code == 1
     why = {"never": "no daemon has run", "died": f"DIED: no process {2**30}", "closed": "CLOSED, stopped at"}[ended]
