@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -175,12 +174,12 @@ def check_config(
 
 @app.command("status")
 def show_status(config_path: ConfigOption = DEFAULT_CONFIG) -> None:
-    """What the daemon last said of itself: ledger, backlog, tokens in memory. Exit code 1 when none serves."""
-    from scavenger import ownership
+    """What the daemon last said of itself: GPUs held, who stopped harvesting, ledger, memory. Exit code 1 when none serves."""
     from scavenger.observe import status
+    from scavenger.ownership import process_there
 
     seen, now = status.read(config.read_daemon(config_path).daemon.state_dir), time.time()
-    runs = ownership.process_state(seen.pid) not in ("", "Z") if seen.host == socket.gethostname() else None
+    runs = process_there(seen.host, seen.pid)
     for line in status.lines(seen, now, runs):
         print(line)
     if status.absent(seen, now, runs):

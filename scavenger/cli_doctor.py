@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import getpass
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,13 +50,13 @@ def doctor(
 
 
 def _slurm(settings: DaemonConfig, wanted: Wanted, submit: bool) -> Sequence[Finding]:
-    from scavenger.doctor import collect, probe, rules
+    from scavenger.doctor import collect, probe, rules, rules_limits
 
     facts = collect.gather(wanted, deadline_s=settings.cluster.command_timeout_s)
     if submit and not facts.answers["config"].error:  # else there is nobody to submit to
-        changed = {"partition": wanted.partition, "qos": wanted.qos}
+        changed = {"partition": wanted.partition, "qos": wanted.qos, "memory_mb_per_engine": rules_limits.probe_memory_mb(facts, wanted)}
         asked = settings.model_copy(update={"harvest": settings.harvest.model_copy(update=changed)})
-        facts = dataclasses.replace(facts, probe=probe.run(asked))
+        facts = dataclasses.replace(facts, probe=probe.run(asked, say=functools.partial(typer.echo, err=True)))
     return rules.judge(facts, wanted)
 
 
@@ -69,6 +70,10 @@ def _local(settings: DaemonConfig, wanted: Wanted, submit: bool) -> Sequence[Fin
 
 
 def _settings(path: Path, partition: str) -> DaemonConfig:
-    if path.exists() or not partition:
+    if path.exists():
         return config.read_daemon(path)
-    return DaemonConfig.model_validate({"daemon": {"state_dir": Path.home() / ".scavenger"}})
+    if not partition:
+        remedy = "name the partition to harvest (--partition NAME), or the daemon's configuration (--config, SCAVENGER_CONFIG)"
+        raise ConfigError(f"{path} does not exist, and no partition is named", remedy)
+    # A site's daemon listens where compute nodes reach it, as `scavenger init` writes it: the test job tries that.
+    return DaemonConfig.model_validate({"daemon": {"state_dir": Path.home() / ".scavenger", "listen": "0.0.0.0"}})

@@ -36,7 +36,7 @@ from scavenger.ledger.keeper import Keeper
 from scavenger.ledger.records import Event, GroupState, Heartbeat
 from scavenger.ledger.transaction import Generation
 from scavenger.ledger.writer import Writer, WriterState
-from scavenger.observe import status
+from scavenger.observe import guest, status
 from scavenger.observe.sdnotify import Notifier
 from scavenger.router import policies, recall
 from scavenger.router.guarded import Guarded, guarded
@@ -287,6 +287,7 @@ class Daemon:
             payloads.nbytes, payloads.bound, payloads.evictions, server.gate.reads,
             database=writer.engine.dialect.name, metrics=self.front.address, logged_moves=writer.logged_moves,
             hidden=standing.hidden if standing else "", blind=standing is not None and standing.blind,
+            harvest=guest.take(self.harvester, self.clock()),
         )  # fmt: skip
 
     def _tell_end(self, seen: status.Status) -> None:

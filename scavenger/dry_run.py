@@ -40,14 +40,14 @@ def lines(config: DaemonConfig, view: ClusterView, decision: Decision, now: floa
     have = owners(view, config.harvest.partition, frozenset(), now)
     at = datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     yield (
-        f"{at}  partition {config.harvest.partition}: {have.idle} GPUs idle, {have.others} with others, {have.reserved} reserved, "
-        f"{have.unusable} unusable; {have.pending_others} jobs of others pending"
+        f"{at}  partition {config.harvest.partition}: {have.idle} GPUs idle, {have.others} with others, {have.unusable} unusable; "
+        f"{have.pending_others} jobs of others pending; {have.reserved} GPUs on other nodes"
     )
     yield f"  {decision.reason}"
     for action in decision.actions:
         if isinstance(action, Submit):
             where = f" on {','.join(action.nodelist)}" if action.nodelist else ""
-            yield f"  would submit a job of {action.gpus} GPUs to {action.partition}{where}: {action.reason}"
+            yield f"  would submit a job of {action.gpus} GPU{'s' if action.gpus > 1 else ''} to {action.partition}{where}: {action.reason}"
 
 
 def run(
@@ -79,4 +79,5 @@ def run(
         done += 1
         if done == looks:
             return
+        say(f"  the next look is in {config.cluster.observe_s:g} s")
         wait(config.cluster.observe_s)

@@ -70,6 +70,11 @@ def process_state(pid: int) -> str:
         return ""
 
 
+def process_there(host: str, pid: int) -> bool | None:
+    """Whether a process is there; None on another host than its own, where nobody can tell."""
+    return process_state(pid) not in ("", "Z") if host == socket.gethostname() else None
+
+
 def process_started(pid: int) -> float | None:
     """When a process of this host started, in Unix seconds; None when there is none, or nothing but its exit status is left of it."""
     try:

@@ -40,7 +40,7 @@ def test_decisions_are_printed_and_nothing_is_submitted_or_written(tmp_path: Pat
         jobs = server.cluster().view().jobs
     assert done.exit_code == 0, done.output
     assert "12 GPUs idle" in done.output
-    assert done.output.count("would submit a job of 1 GPUs to scavenge") == 2, "the headroom is kept"
+    assert done.output.count("would submit a job of 1 GPU to scavenge") == 2, "the headroom is kept"
     assert jobs == ()
     assert not (tmp_path / "state").exists()
 
@@ -79,7 +79,9 @@ def test_a_cluster_that_does_not_answer_is_said_and_asked_again(tmp_path: Path) 
     waits: list[float] = []
     dry_run.run(config, cast(Cluster, Silent()), said.append, looks=2, clock=lambda: 1000.0, wait=waits.append)
     assert "nothing is decided: squeue gave no answer within 20 s" in said[1]
-    assert "0 GPUs idle" in said[2]
+    assert said[2] == "  the next look is in 7 s"
+    assert "0 GPUs idle" in said[3]
+    assert len([line for line in said if "next look" in line]) == 1, "none follows the last"
     assert waits == [7.0]
 
 

@@ -13,7 +13,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from scavenger.cluster.model import JobSpec
@@ -27,6 +27,9 @@ LIMIT_S = 60.0
 WAIT_S = 180.0
 POLL_S = 1.0
 SAID = "said"
+#: Why Slurm keeps a job waiting that it would start: nothing is wrong with the site.
+BUSY_REASONS = ("Resources", "Priority")
+BUSY = "every node that it could have run on was busy: ask again when one of the partition's GPUs is idle"
 
 _SCRIPT = """\
 #!/bin/bash
@@ -63,10 +66,16 @@ def job(config: DaemonConfig, text: str) -> JobSpec:
     )  # fmt: skip
 
 
-def run(config: DaemonConfig, env: Mapping[str, str] | None = None, wait_s: float = WAIT_S) -> Answer:
-    """Submit, wait for its word, take everything away again. Never raises for what the site refuses: the answer says it."""
+def run(
+    config: DaemonConfig, env: Mapping[str, str] | None = None, wait_s: float = WAIT_S, say: Callable[[str], None] = lambda _text: None
+) -> Answer:
+    """Submit, wait for its word, take everything away again. Never raises for what the site refuses: the answer says it.
+
+    `say` hears that a job was submitted and for how long it is waited for.
+    """
     cluster = SlurmCluster(env, config.cluster.command_timeout_s)
-    folder = config.daemon.state_dir.resolve() / f"doctor-{secrets.token_hex(4)}"
+    state_dir = config.daemon.state_dir.resolve()
+    folder, new = state_dir / f"doctor-{secrets.token_hex(4)}", not state_dir.exists()
     try:
         folder.mkdir(mode=0o700, parents=True)
     except OSError as error:
@@ -75,6 +84,7 @@ def run(config: DaemonConfig, env: Mapping[str, str] | None = None, wait_s: floa
     try:
         with _listening(config) as (host, port):
             job_id = cluster.submit(job(config, script(folder, config.harvest.python or sys.executable, host, port)))
+            say(f"job {job_id} was submitted to {config.harvest.partition}; its word is waited for, {wait_s:g} s at most")
             return _wait(folder / SAID, job_id, env, wait_s)
     except (ClusterError, OSError) as error:
         return Answer(error=f"the test job could not be run: {error}")
@@ -83,6 +93,9 @@ def run(config: DaemonConfig, env: Mapping[str, str] | None = None, wait_s: floa
             if job_id:
                 cluster.cancel((job_id,))
         shutil.rmtree(folder, ignore_errors=True)
+        if new:
+            with contextlib.suppress(OSError):  # somebody put something there meanwhile: theirs now
+                state_dir.rmdir()
 
 
 @contextlib.contextmanager
@@ -118,7 +131,7 @@ def _wait(said: Path, job_id: int, env: Mapping[str, str] | None, wait_s: float)
     if "node=" in text:
         return Answer(text)
     was = f"{state or 'not to be asked for'} ({reason or 'no reason given'})"
-    return Answer(error=f"job {job_id} was {was} for {wait_s:g} s and said nothing")
+    return Answer(error=f"job {job_id} was {was} for {wait_s:g} s and said nothing", remedy=BUSY if reason in BUSY_REASONS else "")
 
 
 def _silent(job_id: int, state: str) -> str:

@@ -6,6 +6,7 @@ import math
 
 from scavenger.doctor.facts import Facts, Missing, Wanted
 from scavenger.doctor.findings import Finding, Level
+from scavenger.harvest.room import NO_MEMORY_MB
 
 
 def partition_limits(facts: Facts, wanted: Wanted) -> Finding:
@@ -64,21 +65,35 @@ def exclusive(facts: Facts, wanted: Wanted) -> Finding:
 
 def shape(facts: Facts, wanted: Wanted) -> Finding:
     """An engine of one GPU shall fit beside others: no more CPUs and memory than its GPU's share of a node."""
+    facts.partition(wanted.partition)
     here = [node for node in facts.nodes if wanted.partition in node.partitions and node.gpus]
     if not here:
         raise Missing(f"no node of partition {wanted.partition} shows GPUs")
     small = [node for node in here if wanted.cpus > node.cpus // node.gpus or wanted.memory_mb > node.memory_mb // node.gpus]
-    asks = f"an engine asks for {wanted.cpus} CPUs and " + (f"{wanted.memory_mb} MiB" if wanted.memory_mb else "the default memory")
+    bare = [node for node in here if node.memory_mb // node.gpus < NO_MEMORY_MB]
+    memory = f"{wanted.memory_mb} MiB" if wanted.memory_mb else "the default memory" if bare else "its GPUs' share of a node's memory"
+    asks = f"an engine asks for {wanted.cpus} CPU{'s' if wanted.cpus > 1 else ''} and {memory}"
     if small:
         node = small[0]
         share = f"{node.cpus // node.gpus} CPUs and {node.memory_mb // node.gpus} MiB on {node.name}"
         said = f"{asks}; a GPU's share is {share}: our engines would strand GPUs of {len(small)} nodes"
         return Finding("shape", Level.WARNING, said, "lower harvest.cpus_per_engine and harvest.memory_mb_per_engine to a GPU's share")
     row = facts.partition_words(wanted.partition)
-    if not wanted.memory_mb and row.get("DefMemPerNode") == "UNLIMITED" and "MEMORY" in facts.value("SelectTypeParameters").upper():
-        said = f"{asks}, and DefMemPerNode is UNLIMITED while memory is allocated: an engine takes a whole node's memory"
-        return Finding("shape", Level.PROBLEM, said, "set harvest.memory_mb_per_engine to a GPU's share of a node's memory")
+    allocated = "MEMORY" in facts.value("SelectTypeParameters").upper()
+    if bare and not wanted.memory_mb and row.get("DefMemPerNode") == "UNLIMITED" and allocated:
+        said = f"{asks}, as {bare[0].name} has no RealMemory, and DefMemPerNode is UNLIMITED: an engine takes a whole node's memory"
+        return Finding("shape", Level.PROBLEM, said, "configure RealMemory, or set harvest.memory_mb_per_engine to a GPU's share")
     return Finding("shape", Level.OK, f"{asks}: within a GPU's share of every node")
+
+
+def probe_memory_mb(facts: Facts, wanted: Wanted) -> int:
+    """Memory for a test job that fits where an engine would: what is configured, else the least share of a GPU; 0 = Slurm's default."""
+    try:
+        shares = [node.memory_mb // node.gpus for node in facts.nodes if wanted.partition in node.partitions and node.gpus]
+    except Missing:
+        return wanted.memory_mb
+    least = min(shares, default=0)
+    return wanted.memory_mb or (least if least >= NO_MEMORY_MB else 0)
 
 
 def qos(facts: Facts, wanted: Wanted) -> Finding:
@@ -116,6 +131,8 @@ def compute_node(facts: Facts, wanted: Wanted) -> Finding:
         facts.text("config")  # where Slurm does not answer no job was or could be tried
         said = "ports, the state directory and Python on the compute nodes were not tried"
         return Finding("compute node", Level.UNKNOWN, said, "scavenger doctor --submit runs a 1-minute job that tries them")
+    if probe.remedy:  # it has one of its own where nothing was found out
+        return Finding("compute node", Level.UNKNOWN, probe.error, probe.remedy)
     if probe.error:
         return Finding("compute node", Level.PROBLEM, probe.error, "see its own words; squeue and sacct tell more of the job")
     told = dict(line.split("=", 1) for line in probe.text.splitlines() if "=" in line)

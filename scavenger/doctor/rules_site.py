@@ -13,8 +13,8 @@ OLDEST = (22, 5)
 #: munge refuses a credential that is older (its default), and later than so much clocks make trouble for begin times.
 MUNGE_TTL_S = 300.0
 SKEW_S = 5.0
-#: Commands of one observation; each is one RPC or two.
-COMMANDS_A_LOOK = 3
+#: What slurmctld counts of one whole look, which is two commands of two requests each (docs/slurm-states.md).
+REQUESTS_A_LOOK = 4
 DEFAULT_BUCKET, DEFAULT_REFILL, DEFAULT_PERIOD_S = 30.0, 2.0, 1.0
 #: What PrivateData may hide without making us take GPUs that others wait for.
 HARMLESS_PRIVATE = {"accounts", "cloud", "events", "reservations", "usage", "users"}
@@ -86,14 +86,15 @@ def clock(facts: Facts, wanted: Wanted) -> Finding:
 
 
 def rate_limit(facts: Facts, wanted: Wanted) -> Finding:
-    most_a_min = COMMANDS_A_LOOK * 60.0 / min(wanted.quick_s, wanted.observe_s)
-    asks = f"the daemon runs {COMMANDS_A_LOOK} commands a look, every {wanted.observe_s:g} s, and every {wanted.quick_s:g} s at its busiest"
+    most_a_min = REQUESTS_A_LOOK * 60.0 / min(wanted.quick_s, wanted.observe_s)
+    rhythm = f"every {wanted.observe_s:g} s, and every {wanted.quick_s:g} s while something is expected"
+    asks = f"a look of the daemon is 2 commands, {REQUESTS_A_LOOK} requests, {rhythm}; cluster.max_rpc_per_min bounds their average"
     if facts.option("SlurmctldParameters", "rl_enable") is None:
         return Finding("rate limit", Level.OK, f"Slurm limits no user's RPCs (no rl_enable); {asks}")
     refill, period_s = _number(facts, "rl_refill_rate", DEFAULT_REFILL), _number(facts, "rl_refill_period", DEFAULT_PERIOD_S)
     allowed, bucket = 60.0 * refill / period_s, _number(facts, "rl_bucket_size", DEFAULT_BUCKET)
     said = f"rl_enable: {allowed:g} RPCs a minute and user, {bucket:g} at once; {asks}"
-    if allowed < 2 * most_a_min or bucket < 2 * COMMANDS_A_LOOK:
+    if allowed < 2 * most_a_min or bucket < 2 * REQUESTS_A_LOOK:
         return Finding("rate limit", Level.WARNING, said, "raise cluster.quick_s and cluster.observe_s, or the site's rl_* parameters")
     return Finding("rate limit", Level.OK, said)
 
@@ -108,6 +109,7 @@ def _number(facts: Facts, name: str, default: float) -> float:
 
 
 def gpus(facts: Facts, wanted: Wanted) -> Finding:
+    facts.partition(wanted.partition)
     here = [node for node in facts.nodes if wanted.partition in node.partitions]
     have = [node for node in here if node.gpus and wanted.gpu_type in ("", node.gpu_type)]
     kind = f"gpu:{wanted.gpu_type}" if wanted.gpu_type else "gpu"

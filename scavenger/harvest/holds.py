@@ -8,6 +8,7 @@ Owns the rules for that, and what they say of nodes (`health`) and of preemption
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 from scavenger.cluster.model import Job, JobState
@@ -110,5 +111,8 @@ class Holds:
 
 
 def _within(at: float, low: float, high: float) -> float:
-    """Slurm's own time where it lies between our two observations, else the later one: its clock need not be ours."""
-    return at if low <= at <= high else high
+    """Slurm's own time where it lies between our two observations, else the later one: its clock need not be ours.
+
+    It is in whole seconds: what happened in the first observation's second is told as before it.
+    """
+    return max(at, low) if math.floor(low) <= at <= high else high

@@ -17,7 +17,7 @@ from scavenger.harvest.actions import Limits, OurJob
 from scavenger.harvest.others import NOT_FOR_GPUS, Census, Ground, Space, census, claim, gpus_by_node, space_of
 
 #: Less memory than this for each GPU is no figure of a node: its RealMemory is not configured.
-_NO_MEMORY_MB = 64
+NO_MEMORY_MB = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ class Room:
     def _share(self, node: Node, gpus: int, cpus: int, memory_mb: int) -> tuple[int, int] | None:
         """CPUs and memory of an engine there: what is asked for, at most its GPUs' share of the node; None: it would not live on that."""
         memory = node.memory_mb * gpus // max(1, node.gpus)
-        if memory < _NO_MEMORY_MB * gpus:
+        if memory < NO_MEMORY_MB * gpus:
             memory = 0
         elif memory_mb > memory:
             self.too_large = True

@@ -85,6 +85,7 @@ class Standing:
         self.decided_on: Stop | None = None  # as of the last `limits`
         self.hidden = ""  # why others' jobs cannot be seen
         self.blind = False  # and some of those could not preempt us: nothing is harvested
+        self.concluded = ""  # the last decision's reason, for `scavenger status`
         self._could_start: dict[int, float] = {}
         self._looking: asyncio.Future[None] | None = None  # never two at once: each would hold a thread where the files hang
         self._asked_at = 0.0  # when it began (the loop's time)
@@ -144,6 +145,7 @@ class Standing:
     def decided(self, decision: Decision, now: float) -> None:
         """Remember who could start if our engines left, and since when: Slurm gets a while to see to it itself."""
         self._could_start = {job_id: self._could_start.get(job_id, now) for job_id in decision.could_start}
+        self.concluded = decision.reason
 
     def _note_stop(self, stop: Stop | None, now: float) -> None:
         if stop != self.decided_on:

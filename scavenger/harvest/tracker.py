@@ -71,7 +71,7 @@ class Tracker:
     def submitted(self, intent_id: str, job_id: int, now: float) -> Output:
         """Slurm answered with an id. The job waits until a view says otherwise."""
         one = self.intents[intent_id]
-        one.job_id, one.stage, one.known_at, one.since = job_id, Stage.WAITING, now, now
+        one.job_id, one.stage, one.since = job_id, Stage.WAITING, now  # not `known_at`: it may have started before the answer came
         one.unseen_since, one.unseen = None, 0
         return Output((rec.JobSubmitted(intent_id, job_id, now),))
 

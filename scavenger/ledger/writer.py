@@ -129,10 +129,12 @@ class Writer:
         return self._generation
 
     def submit(self, ticket: int, records: Sequence[Record]) -> None:
-        """Queue `records` to become durable together; never waits for a disk. Tickets must grow. `records` is not copied.
+        """Queue `records` to become durable together; never waits for a disk. Tickets must grow. What becomes of the list
+        `records` afterwards changes nothing.
 
         Raises `Fenced` or `LedgerError` once the writer has stopped, and `LedgerError` for a record that no database can hold.
         """
+        records = tuple(records)
         nbytes = sum(map(weigh, records))
         with self._changed:
             if self._state in FINAL or self._closing:

@@ -75,7 +75,7 @@ METRICS = (
     Metric("build_info", "gauge", "1, with the release as its label", ("version",)),
     Metric("generation", "gauge", "The ledger's generation that this daemon is"),
     Metric("start_timestamp_seconds", "gauge", "When the daemon started"),
-    Metric("gpus", "gauge", "GPUs of the harvest partition at the last look: idle, harvested, others, reserved, unusable", ("state",)),
+    Metric("gpus", "gauge", "GPUs of the harvest partition at the last look; reserved: those on other nodes", ("state",)),
     Metric("others_pending_jobs", "gauge", "Pending jobs of others that could use GPUs of the harvest partition"),
     Metric("observed_timestamp_seconds", "gauge", "When Slurm was last seen whole; 0 = not yet"),
     Metric("engines", "gauge", "Engines by kind (harvested, reserved) and state", ("run", "kind", "state")),

@@ -30,6 +30,26 @@ SIGHTLESS = "engines leave for jobs that are not seen only when Slurm preempts t
 SERVING, CLOSED, FENCED, FAILED = "SERVING", "CLOSED", "FENCED", "FAILED"
 
 
+class Harvest(msgspec.Struct, frozen=True):
+    """What the harvester has of the partition. Jobs of ours hold GPUs or wait; `leaving`: of both, those that were told to go.
+
+    `seen_at` (Unix seconds, 0 = never) is of the last complete look, whose figures `idle`, `others` (GPUs) and `pending_others` (jobs) are.
+    `stopped`: who stopped harvesting, "" = nobody. `concluded`: the last decision's reason.
+    """
+
+    partition: str
+    engines: int
+    gpus: int
+    waiting: int
+    leaving: int
+    seen_at: float
+    idle: int
+    others: int
+    pending_others: int
+    stopped: str
+    concluded: str
+
+
 class Status(msgspec.Struct, frozen=True):
     """Times are Unix seconds. `backlog`: submitted to the ledger and not durable. `wal`: SQLite's write-ahead log, all 0 on PostgreSQL."""
 
@@ -57,6 +77,7 @@ class Status(msgspec.Struct, frozen=True):
     logged_moves: int = 0  # durable, and not in `leases` and `samples` yet: what reports lag behind
     hidden: str = ""  # why others' jobs cannot be seen: courtesy is off; "" = they can be, or nothing is harvested
     blind: bool = False  # and nothing is harvested for that, because some of them could not preempt us
+    harvest: Harvest | None = None  # None: nothing is harvested (`harvest.enabled = false`)
 
 
 def path(state_dir: Path) -> Path:
@@ -127,7 +148,37 @@ def lines(status: Status, now: float, runs: bool | None = None) -> list[str]:
         said.append(f"courtesy  {'was ' if gone else ''}OFF: {s.hidden}; {follows} `scavenger doctor` has the remedy")
     if s.metrics and not gone:
         said.append(f"metrics   http://{s.metrics}/metrics")
+    said[1:1] = harvested(s, now, gone)
     return [f"NO DAEMON SERVES: {gone}; the figures are its last ones", *said] if gone else said
+
+
+def harvested(status: Status, now: float, gone: str) -> list[str]:
+    """What it holds of the partition, whether somebody stopped it, and why it took no more. Pure. `gone` as `absent` says it."""
+    h = status.harvest
+    if h is None:
+        return []
+    had = "held" if gone else "hold"
+    leaving = f", {h.leaving} of them told to leave" if h.leaving else ""
+    queue = f"{h.waiting} jobs of ours {'waited' if gone else 'wait'}"
+    said = [f"harvest   partition {h.partition}: {h.engines} engines {had} {h.gpus} GPUs, {queue}{leaving}"]
+    if gone and h.engines + h.waiting:
+        said.append(f"          {left_behind(h.partition)}")
+    if h.stopped:
+        said.append(f"          STOPPED by {h.stopped}")
+    if h.seen_at:
+        seen = f"{max(0.0, now - h.seen_at):.0f} s ago" if not gone else f"at {_utc(h.seen_at)}"
+        gpus = f"{h.idle} GPUs idle, {h.others} with others"
+        said.append(f"slurm     seen {seen}: {gpus}; {h.pending_others} jobs of others wait for GPUs there")
+    else:
+        said.append("slurm     not seen yet")
+    if h.concluded:
+        said.append(f"decided   {h.concluded}")
+    return said
+
+
+def left_behind(partition: str) -> str:
+    """What becomes of engines without a daemon, and how to end them now. Pure."""
+    return f"engines without a daemon leave after 15 minutes; at once, as its user: scancel -u $USER -p {partition}"
 
 
 def _utc(at: float) -> str:
@@ -139,11 +190,17 @@ def _mb(nbytes: int) -> str:
 
 
 async def tell(state_dir: Path, look: Callable[[], Status], stop: asyncio.Event, *, write_s: float = WRITE_S, log_s: float = LOG_S) -> None:
-    """Write the figures every `write_s` seconds and log them every `log_s`, until `stop`. A file that cannot be written ends nothing."""
+    """Write the figures every `write_s` seconds and log them every `log_s`, what is harvested when it changed, until `stop`.
+
+    A file that cannot be written ends nothing.
+    """
     loop = asyncio.get_running_loop()
-    logged_at = loop.time()
+    logged_at, told = loop.time(), None
     while not stop.is_set():
         status = look()
+        if status.harvest is not None and _counts(status.harvest) != told:
+            told = _counts(status.harvest)
+            log.info("harvest", **told, because=status.harvest.concluded)
         try:
             await _written(state_dir, status)
         except OSError as error:
@@ -157,6 +214,11 @@ async def tell(state_dir: Path, look: Callable[[], Status], stop: asyncio.Event,
             continue
 
 
+def _counts(harvest: Harvest) -> dict[str, int | str]:
+    """What the log tells when it changes. The rest changes with every look."""
+    return {name: getattr(harvest, name) for name in ("engines", "gpus", "waiting", "leaving", "stopped")}
+
+
 async def _written(state_dir: Path, status: Status) -> None:
     """`write` beside the event loop. Cancelled, it waits all the same: else this file could come after the daemon's last one."""
     writing = asyncio.create_task(asyncio.to_thread(write, state_dir, status))
@@ -167,6 +229,6 @@ async def _written(state_dir: Path, status: Status) -> None:
         raise
 
 
-_ENDS = ("state", "reason", "stopped_at", "database", "metrics", "hidden", "blind")
+_ENDS = ("state", "reason", "stopped_at", "database", "metrics", "hidden", "blind", "harvest")
 #: What an earlier line of the log does not say already.
 _LOGGED = tuple(name for name in Status.__struct_fields__ if name not in ("at", "host", "pid", "started_at", "ledger_reason", *_ENDS))

@@ -14,6 +14,7 @@ from scavenger.doctor.notice import notice
 from tests.doctor.site import AT, NAMES, WANTED, qos_lines, site
 
 OK, WARNING, PROBLEM, UNKNOWN = Level.OK, Level.WARNING, Level.PROBLEM, Level.UNKNOWN
+NO_MEMORY = {"nodes": ("RealMemory=1000000", "RealMemory=1")}
 ACCOUNTS = {"partitions": ("AllowAccounts=ALL", "AllowAccounts=ml,bio")}
 SEEN = "node=n1\nstate_dir=ok\ngpu=ok\npython=ok\n"
 DBD = {"AccountingStorageType": "accounting_storage/slurmdbd"}
@@ -93,6 +94,7 @@ CASES = [
     ("gpus", site({"AccountingStorageTRES": "cpu,mem,gres/gpu"}), WANTED, OK, "12 GPUs"),
     ("gpus", site(), WANTED, WARNING, "lacks gres/gpu"),
     ("gpus", site(), replace(WANTED, gpu_type="a100"), PROBLEM, "its GPU types: h100"),
+    ("gpus", site(), replace(WANTED, partition="nowhere"), UNKNOWN, "no partition nowhere"),
     # partition limits
     ("partition limits", site(), WANTED, OK, "is up"),
     ("partition limits", site(replace={"partitions": ("MaxTime=UNLIMITED", "MaxTime=00:30:00")}), WANTED, PROBLEM, "30 min"),
@@ -109,9 +111,13 @@ CASES = [
     ("exclusive nodes", site({"SelectType": "select/linear"}), WANTED, WARNING, "select/linear"),
     ("shape", site(), replace(WANTED, cpus=16, memory_mb=250000), OK, "within"),
     ("shape", site(), replace(WANTED, cpus=17), WARNING, "strand GPUs"),
-    ("shape", site({"SelectTypeParameters": "CR_CORE_MEMORY"}), WANTED, PROBLEM, "whole node's memory"),
+    ("shape", site({"SelectTypeParameters": "CR_CORE_MEMORY"}), WANTED, OK, "1 CPU and its GPUs' share of a node's memory"),
+    ("shape", site({"SelectTypeParameters": "CR_CORE_MEMORY"}, replace=NO_MEMORY), WANTED, PROBLEM, "whole node's memory"),
+    ("shape", site({"SelectTypeParameters": "CR_CORE"}, replace=NO_MEMORY), WANTED, OK, "the default memory"),
+    ("shape", site(), replace(WANTED, partition="nowhere"), UNKNOWN, "no partition nowhere"),
     ("shape", site(replace={"nodes": ("Gres=gpu:h100:4", "Gres=(null)")}), WANTED, UNKNOWN, "shows GPUs"),
     ("rate limit", site(), WANTED, OK, "no rl_enable"),
+    ("rate limit", site(), WANTED, OK, "2 commands, 4 requests, every 60 s"),
     ("rate limit", site({"SlurmctldParameters": "rl_enable"}), WANTED, OK, "120 RPCs a minute"),
     ("rate limit", site({"SlurmctldParameters": "rl_enable,rl_bucket_size=4"}), WANTED, WARNING, "4 at once"),
     ("rate limit", site({"SlurmctldParameters": "rl_enable,rl_refill_period=30"}), WANTED, WARNING, "4 RPCs a minute"),
@@ -121,6 +127,7 @@ CASES = [
     ("mpi", site(answers={"mpi": Answer("MPI plugin types are...\n\tnone\n\tpmi2\n")}), WANTED, WARNING, "mpirun"),
     ("compute node", site(), WANTED, UNKNOWN, "not tried"),
     ("compute node", site(probe=Answer(error="job 7 was PENDING")), WANTED, PROBLEM, "job 7 was PENDING"),
+    ("compute node", site(probe=Answer(error="job 7 was PENDING", remedy="ask again")), WANTED, UNKNOWN, "job 7 was PENDING"),
     ("compute node", site(probe=Answer(SEEN + "port=ok\nrequeue=ok\n")), WANTED, OK, "on n1"),
     ("compute node", site(probe=Answer(SEEN + "port=h:1 cannot be reached\n")), WANTED, PROBLEM, "port: h:1"),
 ]  # fmt: skip

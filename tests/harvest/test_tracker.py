@@ -87,6 +87,16 @@ def test_jobs_are_known_by_comment_or_name_and_never_those_of_another_ledger() -
 # ---------------------------------------------------------------- lives
 
 
+@pytest.mark.parametrize(("start_time", "began"), [(607.0, 607.4), (608.0, 608.0), (606.0, 621.8), (700.0, 621.8)])
+def test_a_hold_begins_when_slurm_says_that_it_did_though_sbatch_answered_later(start_time: float, began: float) -> None:
+    """Seen on Slurm: told 607, the intent durable at 607.4, sbatch answered at 608.5, first look at 621.8: 14 s were not counted."""
+    w = Watch()
+    w.tracker.intend(intended(A, 607.4), 607.4)
+    w.keep(w.tracker.submitted(A, 1, 608.5))
+    w.see(621.8, running(start_time=start_time, nodes=("node1",)))
+    assert [record.started_at if hasattr(record, "started_at") else record.at for record in w.of(rec.HoldStarted)] == [began]
+
+
 def test_a_preempted_job_comes_back_under_the_same_id_and_is_never_a_crash() -> None:
     w = Watch()
     w.submit(A, 1)

@@ -114,6 +114,26 @@ def test_the_rewards_and_moves_of_a_run(url: str) -> None:
     assert [row["reason"] for row in answers(url, "decisions_with_reasons")] == ["5 idle GPUs, demand for 1"]
 
 
+def test_what_the_harvester_did_and_what_befell_the_site_are_not_drowned_by_what_runs_do_each_second(url: str) -> None:
+    loaded = [r.Event("weights_loaded", 1, "worker 1", f"version {n}", "{}", T0 + n) for n in range(3)]
+    placed = [r.Decision("placement", "lease", "sample 1", "to the emptiest engine", "{}", T0 + n) for n in range(3)]
+    ours = [
+        r.Decision("harvest", "submit", "i1", "1 GPU idle", "{}", T0 + 5, "wanted"),
+        r.Decision("harvest", "none", "", "no run is open", "{}", T0 + 6, "no_run"),
+        r.Event("harvest_stopped", 0, "scavenge", "scavenger drain: ada", "{}", T0 + 7),
+    ]
+    written(url, [*everything(), [*loaded, *placed, *ours]])
+    told = answers(url, "harvest_decisions")
+    assert [(row["action"], row["subject"], row["job_id"], row["code"]) for row in told[-2:]] == [
+        ("submit", "i1", 501, "wanted"), ("none", "", None, "no_run"),
+    ]  # fmt: skip
+    assert "placed" not in {row["code"] for row in told}
+    assert len(told) == sum(row["policy"] == "harvest" for row in answers(url, "decisions_with_reasons")) >= 2
+    kinds = [row["kind"] for row in answers(url, "site_events")]
+    assert kinds[-1] == "harvest_stopped"
+    assert kinds == [row["kind"] for row in answers(url, "events") if row["kind"] != "weights_loaded"]
+
+
 def test_the_life_of_a_sample_is_told_in_order(url: str) -> None:
     written(url, history())
     life = answers(url, "sample_life")
@@ -163,12 +183,12 @@ def test_an_unknown_report_or_format_is_refused_with_the_choice(url: str) -> Non
 
 
 def test_reports_without_an_end_show_their_newest_rows_and_others_when_asked(url: str) -> None:
-    names = {"events": "id", "decisions_with_reasons": "id", "gpus_by_owner_over_time": "at_unix_s"}
-    assert {name for name in queries.report_names() if queries.is_bounded(queries.load_report(name))} == set(names)
+    names = {"events", "site_events", "decisions_with_reasons", "harvest_decisions", "gpus_by_owner_over_time"}
+    assert {name for name in queries.report_names() if queries.is_bounded(queries.load_report(name))} == names
     many = 1_200
     written(url, [[
         record for n in range(many) for record in (
-            r.Event("k", 0, f"{n}", "", "{}", T0 + n), r.Decision("p", "a", f"{n}", "r", "{}", T0 + n),
+            r.Event("k", 0, f"{n}", "", "{}", T0 + n), r.Decision("harvest", "a", f"{n}", "r", "{}", T0 + n),
             r.ClusterSampled(n, 0, 0, 0, 0, 0, T0 + n),
         )
     ]])  # fmt: skip

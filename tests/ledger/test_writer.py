@@ -56,6 +56,29 @@ def test_one_transaction_or_many_leave_the_same_ledger(sqlite_url: str, tmp_path
     assert dumps[0] == dumps[1]
 
 
+def test_a_list_that_its_owner_empties_after_the_submission_is_written_whole(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The harvester does that with its events: `harvest_stopped` was never in the ledger, and counted as not durable for ever."""
+    upgrade(url)
+    entered, go_on, commit = threading.Event(), threading.Event(), transaction.commit_batch
+
+    def slow(connection: sa.Connection, generation: Generation, batch: int, records: list[r.Record], now: float, plan: Plan) -> bool:
+        entered.set()
+        assert go_on.wait(WAIT_S)
+        return commit(connection, generation, batch, records, now, plan)
+
+    monkeypatch.setattr("scavenger.ledger.writer.commit_batch", slow)
+    with witness(url) as w:
+        w.writer.submit(0, [event(0)])
+        assert entered.wait(WAIT_S)
+        records: list[r.Record] = [event(1), event(2)]
+        w.writer.submit(1, records)
+        records.clear()
+        go_on.set()
+        w.wait_ticket(1)
+        assert (w.writer.backlog, w.writer.backlog_bytes) == (0, 0)
+    assert subjects(url) == [0, 1, 2]
+
+
 def test_submissions_gather_while_a_transaction_runs(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     upgrade(url)
     entered, go_on, sizes = threading.Event(), threading.Event(), []

@@ -25,7 +25,7 @@ from scavenger.ledger import store
 from scavenger.ledger.records import Event
 from scavenger.ledger.transaction import grant_generation
 from scavenger.observe import status
-from scavenger.observe.status import Status
+from scavenger.observe.status import Harvest, Status
 
 SEEN = Status(
     1000.0, 3, "login1", 77, 100.0, "OK", "", 12, 2**20, 3 * 2**20, 4, 5, 6 * 2**20, 512 * 2**20, 7, 8
@@ -93,6 +93,45 @@ def test_the_terminal_sees_the_figures_and_how_old_they_are() -> None:
     assert "it hangs;" in status.lines(SEEN, 1500.0, True)[0]
     ill = msgspec.structs.replace(SEEN, ledger_state="DISK_FULL", ledger_reason="database or disk is full")
     assert "DISK_FULL (database or disk is full)" in "\n".join(status.lines(ill, 1001.0))
+
+
+HELD = Harvest("scavenge", 2, 4, 1, 1, 990.0, 8, 16, 3, "", "max_engines = 2 is reached")
+
+
+def test_the_terminal_sees_what_is_harvested_who_stopped_it_and_what_a_dead_daemon_left() -> None:
+    text = "\n".join(status.lines(msgspec.structs.replace(SEEN, harvest=HELD), 1001.0))
+    for said in (
+        "harvest   partition scavenge: 2 engines hold 4 GPUs, 1 jobs of ours wait, 1 of them told to leave",
+        "slurm     seen 11 s ago: 8 GPUs idle, 16 with others; 3 jobs of others wait for GPUs there",
+        "decided   max_engines = 2 is reached",
+    ):
+        assert said in text
+    assert "STOPPED" not in text
+    assert "scancel" not in text
+    stopped = msgspec.structs.replace(HELD, stopped="scavenger drain: ada: a talk")
+    assert "STOPPED by scavenger drain: ada: a talk" in "\n".join(status.lines(msgspec.structs.replace(SEEN, harvest=stopped), 1001.0))
+    died = "\n".join(status.lines(msgspec.structs.replace(SEEN, harvest=HELD), 1001.0, False))
+    assert "2 engines held 4 GPUs" in died
+    assert "scancel -u $USER -p scavenge" in died
+    unseen = msgspec.structs.replace(SEEN, harvest=msgspec.structs.replace(HELD, seen_at=0.0))
+    assert "slurm     not seen yet" in status.lines(unseen, 1001.0)
+    assert "scavenge" not in "\n".join(status.lines(SEEN, 1001.0)), "one that does not harvest says nothing of it"
+
+
+def test_the_log_tells_what_is_harvested_when_it_changed(tmp_path: Path) -> None:
+    stop, looks = asyncio.Event(), iter([HELD, msgspec.structs.replace(HELD, idle=7), msgspec.structs.replace(HELD, engines=1, gpus=2)])
+
+    def look() -> Status:
+        harvest = next(looks)
+        if harvest.engines == 1:
+            stop.set()
+        return msgspec.structs.replace(SEEN, harvest=harvest)
+
+    with capture_logs() as told:
+        asyncio.run(status.tell(tmp_path, look, stop, write_s=0.001))
+    assert [(entry["engines"], entry["gpus"], entry["because"]) for entry in told if entry["event"] == "harvest"] == [
+        (2, 4, "max_engines = 2 is reached"), (1, 2, "max_engines = 2 is reached"),
+    ]  # fmt: skip
 
 
 def test_a_daemon_that_ended_or_died_does_not_serve() -> None:

@@ -1,0 +1,12 @@
+-- Which jobs were submitted, kept waiting, given back or cancelled, when and why? (The newest; "bounds": how many, since which Unix second.)
+-- What decisions_with_reasons has, but of the harvester alone: no placement, no window. "none": nothing was done, and why; told once as
+-- long as the reason stays the same. "subject" is the job's name in Slurm; job_id and node are the last that it had.
+WITH bounds AS (SELECT 1000 AS most, 0.0 AS since),
+newest AS (
+  SELECT * FROM v_decisions WHERE policy = 'harvest' AND at >= (SELECT since FROM bounds)
+  ORDER BY id DESC LIMIT (SELECT most FROM bounds)
+)
+SELECT d.id, CAST(d.at AS bigint) AS at_unix_s, d.action, d.subject, j.job_id, j.node, d.code, d.reason
+FROM newest d
+LEFT JOIN v_jobs j ON j.intent_id = d.subject
+ORDER BY d.id;
