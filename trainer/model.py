@@ -28,6 +28,7 @@ from typing import Any
 
 import msgspec
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -71,11 +72,17 @@ def load_model(folder: Path, dtype: torch.dtype, attention: str = "sdpa") -> Any
         raise ConfigError(f"model.path: {folder} holds no config.json", "give the folder of a Hugging Face model")
     disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation=attention, local_files_only=True, use_safetensors=True, trust_remote_code=False
-        )
-    except (OSError, ValueError, KeyError) as error:
+        model, told = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation=attention, local_files_only=True, use_safetensors=True, trust_remote_code=False,
+            output_loading_info=True,
+        )  # fmt: skip
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"model.path: {folder} cannot be loaded: {error}", "it must be a causal LM with safetensors weights") from error
+    if told["missing_keys"]:  # transformers would draw them at random
+        raise ConfigError(
+            f"model.path: {folder}: config.json and weights are of two models: {min(told['missing_keys'])} is not in the weight files",
+            "copy the model's whole folder again",
+        )
     model.eval()
     if dtype == torch.float64:
         wide_norms(model)
