@@ -85,6 +85,7 @@ def told(entry: Entry, steps: int) -> str:
         f"step {entry.step}/{steps}  reward {metrics['reward']:.3f}  loss {metrics['loss']:+.6e}  tokens {metrics['tokens']:.0f}  "
         f"length {metrics['length_mean']:.1f}  moved {metrics['moves']:.0f}  {metrics['seconds']:.1f} s "
         f"(wait {metrics['seconds_wait']:.1f}, train {metrics['seconds_train']:.1f}, publish {metrics['seconds_publish']:.2f})"
+        + ("  NOTHING TRAINED: rewards are alike within each group, or masked" if metrics.get("samples_trained") == 0 else "")
     )
 
 

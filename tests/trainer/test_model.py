@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rollout.engines.norms import wide_norms
 from scavenger.config import AlgorithmSection, OptimizerSection
-from scavenger.errors import ConfigError
+from scavenger.errors import ConfigError, Diverged
 from scavenger.weights import manifest as manifests
 from tests.trainer import published
 from tests.trainer.rows import make_group
@@ -167,6 +167,18 @@ def test_a_resumed_learner_goes_on_bit_by_bit(model_folder: Path, mesh: DeviceMe
         one.update(20, lr=1e-3)
     mine, theirs = learner.state(), other.state()
     assert all(torch.equal(mine[name].full_tensor(), theirs[name].full_tensor()) for name in mine)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_gradient_that_is_no_number_takes_no_step_and_says_what_to_do(model_folder: Path, mesh: DeviceMesh, value: float) -> None:
+    learner = make_learner(model_folder, mesh, deterministic=False)
+    learner.train(one_per_group([make_group(0)], width=15)[0])
+    before = {name: tensor.full_tensor().clone() for name, tensor in learner.state().items()}  # type: ignore[attr-defined]
+    next(p.grad for p in learner.model.parameters() if p.grad is not None).mul_(value)
+    with pytest.raises(Diverged, match=r"the step was not taken\n.*optimizer\.lr(.|\n)*--resume DIR"):
+        learner.update(20, lr=1e-3)
+    after = learner.state()
+    assert all(torch.equal(before[name], after[name].full_tensor()) for name in before)  # type: ignore[attr-defined]
 
 
 def test_a_checkpoint_of_another_model_or_a_damaged_one_is_told_not_loaded(model_folder: Path, mesh: DeviceMesh, tmp_path: Path) -> None:

@@ -347,6 +347,15 @@ def test_a_reward_that_cannot_tell_answers_apart_is_pointed_at(run: Path, tmp_pa
     assert "LOOK" in said.note
 
 
+def test_a_reward_function_sees_the_prompt_as_it_will_in_the_run(
+    run: Path, own_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (own_model / "chat_template.jinja").write_text("<eos>{{ messages[-1].content }}<eos>")
+    change(run, "chat = false", "chat = true")
+    _use(run, "def f(prompt, answer, meta):\n    assert prompt and '<eos>' not in prompt\n    return len(answer)\n", tmp_path, monkeypatch)
+    assert "reward" not in refused(run)
+
+
 # ---------------------------------------------------------------- GPUs, engine, daemon
 
 

@@ -170,12 +170,14 @@ def _reward(config: RunConfig, seen: _Seen) -> str:
     from trainer.rewards import RewardRunner
 
     reward, found = config.reward, []
+    assert seen.tokenizer is not None
     with RewardRunner(
         reward.function, timeout_s=reward.timeout_s, retries=0, version=reward.version, options=reward.options, memory_gb=reward.memory_gb
     ) as runner:
         for problem in seen.problems[:PROBES]:
+            prompt = seen.tokenizer.decode(list(problem.tokens), skip_special_tokens=True)
             for answer in (str(problem.meta.get("answer", "")), "", "no"):
-                found.append(runner.score(problem.text, answer, problem.meta))
+                found.append(runner.score(prompt, answer, problem.meta))
     own = found[0::3]
     said = f"problems' own answers get {', '.join(f'{value:g}' for value in own)}"
     return said if max(found) > min(found) else f"{said}, as do wrong ones: LOOK whether the function can tell answers apart"
