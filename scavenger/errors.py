@@ -95,6 +95,10 @@ class CheckpointFailed(ScavengerError):
     """A checkpoint could not be written; those before it are whole."""
 
 
+class Diverged(ScavengerError):
+    """A step's gradient is no number, or infinite. The step was not taken."""
+
+
 class CheckpointAhead(Refused):
     """The checkpoint is of a later step than the ledger's last, `last_step`: an older one may be resumed from."""
 

@@ -171,6 +171,8 @@ def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> int:
         stack.callback(monitor.close)
         start, run = begin(config, spec, ranks, source, stack, options.resume)
         set_aside(config, start, run.attempt)
+        if start.step >= config.run.steps:
+            monitor.say(f"nothing is left to train: {start.step} steps are done, run.steps = {config.run.steps}; to go on, raise it")
         scoring = Scoring(runner, tokenizer, reward, config.algorithm, monitor.say, config.sampling.max_tokens)
         ending.listen()
         loop = Loop(config, run, ranks, scoring, problems, how, monitor, start, crash_at, ending)

@@ -8,8 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
-
 from scavenger.config import DataSection
 from scavenger.errors import ConfigError
 from trainer.dataset import Prompt
@@ -26,22 +24,33 @@ class Template:
             return
         from transformers import AutoTokenizer  # a second of imports that most runs do without
 
-        self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except Exception as error:  # whatever a class of transformers raises for files it cannot read
+            raise ConfigError(
+                f"data.chat: transformers cannot open the tokenizer in {folder}: {error}",
+                "copy tokenizer_config.json and tokenizer.json from the model again, or set data.chat = false",
+            ) from error
         if not self._tokenizer.chat_template:
             raise ConfigError(f"data.chat: {folder} has no chat template", "set data.chat = false, or take the model's instruct version")
-        self.text("?")
+        self.text("?", "a prompt of one user's turn")
 
-    def text(self, prompt: Prompt) -> str:
-        """Ends where the assistant's turn begins. Raises `ConfigError` for a conversation without a template."""
+    def text(self, prompt: Prompt, where: str) -> str:
+        """Ends where the assistant's turn begins. Raises `ConfigError`, naming `where`, for a conversation without a template or one
+        that the template cannot render.
+        """
         if self._tokenizer is None:
             if not isinstance(prompt, str):
-                raise ConfigError("a prompt is a conversation, and data.chat is false", "set data.chat = true")
+                raise ConfigError(f"{where}: the prompt is a conversation, and data.chat is false", "set data.chat = true")
             return self._system + prompt
         turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if self._system and turns[0]["role"] != "system":
             turns = [{"role": "system", "content": self._system}, *turns]
         try:
             text: str = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False, **self._options)
-        except TemplateError as error:
-            raise ConfigError(f"the model's chat template: {error}", "look at data.chat_options and data.system") from error
+        except Exception as error:  # a template is code that came with the model
+            raise ConfigError(
+                f"{where}: the model's chat template raised {type(error).__name__}: {error}",
+                "look at this row's turns (each with a role and text as its content), at data.chat_options and data.system",
+            ) from error
         return text

@@ -15,9 +15,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -28,6 +28,7 @@ from trainer.model import Learner
 
 STATE_FILE = "trainer.json"
 FORMAT = 1
+OTHER_CHECKPOINT = "name an older one (--resume DIR; export: --checkpoint DIR), or start over with --resume none"
 _NAME = re.compile(r"step-(\d{8,})")
 
 
@@ -89,9 +90,31 @@ def sweep(out_dir: Path) -> None:
 
 
 def load_shards(learner: Learner, path: Path, updates_taken: int) -> None:
-    """All ranks: read into the present shards, whatever the number of ranks that wrote them."""
-    load(learner.state(), storage_reader=HuggingFaceStorageReader(str(path)))
+    """All ranks: read into the present shards, whatever the number of ranks that wrote them. Raises `ConfigError`, on all ranks alike."""
+    state = learner.state()
+    check_holds(path, {name: tuple(value.shape) for name, value in state.items()})
+    load(state, storage_reader=HuggingFaceStorageReader(str(path)))
     learner.set_updates_taken(updates_taken)
+
+
+def check_holds(path: Path, wanted: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises `ConfigError` where a checkpoint's files cannot be read, or hold another model's tensors, or other adapters'.
+
+    Those of the optimizer are looked at only if they are wanted.
+    """
+    try:
+        read = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+    except Exception as error:  # safetensors raises a class of its own, torch others
+        raise ConfigError(f"the files in {path} cannot be read: {error}", OTHER_CHECKPOINT) from error
+    stored: dict[str, Any] = dict(read)
+    wrong = [name for name, shape in wanted.items() if name not in stored or tuple(stored[name].size) != shape]
+    wrong += [name for name in stored if name.startswith("model.") and name not in wanted]
+    if wrong:
+        raise ConfigError(
+            f"{path} does not hold what this run trains, first: {wrong[0]}",
+            "if model.path or [lora] of run.toml was changed, undo that, or choose another run.out_dir; "
+            f"if not, files of the checkpoint are gone: {OTHER_CHECKPOINT}",
+        )
 
 
 def complete(out_dir: Path, state: State) -> Path:
@@ -133,8 +156,8 @@ def surplus(out_dir: Path, newest: Path, keep: int) -> Surplus:
     here, attempt = found(out_dir), read_state(newest).attempt
     others = [path for path in here if path != newest]
     going = others[: max(0, len(here) - keep)]
-    staying = tuple(read_state(path).step for path in here if path not in going)
-    if sum(read_state(path).attempt == attempt for path in here) >= keep:
+    staying = tuple(_step_of(path) for path in here if path not in going)
+    if sum(_is_of(path, attempt) for path in here) >= keep:
         going += abandoned(out_dir)
     going += [path for path in folder(out_dir).glob("step-*") if _NAME.fullmatch(path.name) and not (path / STATE_FILE).is_file()]
     return Surplus(staying, tuple(going))
@@ -155,7 +178,19 @@ def found(out_dir: Path) -> list[Path]:
 
 def steps(out_dir: Path) -> list[int]:
     """Of the complete checkpoints of the present history."""
-    return [read_state(path).step for path in found(out_dir)]
+    return [_step_of(path) for path in found(out_dir)]
+
+
+def _step_of(path: Path) -> int:
+    """By the folder's name: a state that a disk has damaged must not keep a run from going on from another checkpoint."""
+    return int(path.name.removeprefix("step-"))
+
+
+def _is_of(path: Path, attempt: int) -> bool:
+    try:
+        return read_state(path).attempt == attempt
+    except ConfigError:  # it is damaged: nobody can go on from it, whoever wrote it
+        return False
 
 
 def abandoned(out_dir: Path) -> list[Path]:
@@ -171,7 +206,7 @@ def abandon(out_dir: Path, step: int, start: Path | None, attempt: int) -> list[
     renamed = []
     for path in found(out_dir):
         own = start is not None and path.resolve() == start.resolve()
-        if own or read_state(path).step < step:
+        if own or _step_of(path) < step:
             continue
         renamed.append(disown(path, attempt))
     return renamed
@@ -182,7 +217,7 @@ def read_state(path: Path) -> State:
     try:
         state = msgspec.json.decode((path / STATE_FILE).read_bytes(), type=State)
     except (OSError, msgspec.MsgspecError) as error:
-        raise ConfigError(f"{path} is not a complete checkpoint: {error}", "resume from another, or with --resume none") from error
+        raise ConfigError(f"{path} is not a complete checkpoint: {error}", OTHER_CHECKPOINT) from error
     if state.format != FORMAT:
         raise ConfigError(f"{path} has checkpoint format {state.format}, this trainer reads {FORMAT}")
     return state
@@ -199,7 +234,7 @@ def select(out_dir: Path, resume: str) -> Path | None:
 
 def newest(out_dir: Path, most: int) -> Path | None:
     """The newest complete checkpoint of a step up to `most`."""
-    return next((path for path in reversed(found(out_dir)) if read_state(path).step <= most), None)
+    return next((path for path in reversed(found(out_dir)) if _step_of(path) <= most), None)
 
 
 def _sync(path: Path) -> None:

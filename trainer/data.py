@@ -115,7 +115,7 @@ class Problems:
 
     def _fitting(self, items: Sequence[Item], template: Template, path: Path) -> list[Row]:
         """Every row as the model sees it; those that leave no room for an answer are reported, all at once."""
-        rows = [(template.text(item.prompt), item.meta) for item in items]
+        rows = [(template.text(item.prompt, f"{path}, row {item.meta['row']}"), item.meta) for item in items]
         lengths = [len(found.ids) for found in self._tokenizer.encode_batch([text for text, _ in rows], add_special_tokens=False)]
         wrong = [place for place, length in enumerate(lengths) if not 0 < length <= self._room]
         if not wrong:
@@ -125,7 +125,8 @@ class Problems:
         if self._config.data.on_overlong == "stop" or len(wrong) == len(rows):
             raise ConfigError(cause, 'raise model.context_length, lower sampling.max_tokens, or set data.on_overlong = "drop"')
         self._say(f"{cause}; they are left out")
-        return [row for place, row in enumerate(rows) if place not in set(wrong)]
+        left_out = set(wrong)
+        return [row for place, row in enumerate(rows) if place not in left_out]
 
     def of_step(self, step: int) -> list[Problem]:
         """The problems of step `step` (counted from 1), where none is replaced."""
@@ -164,8 +165,24 @@ def stop_tokens(folder: Path, configured: tuple[int, ...]) -> tuple[int, ...]:
     if configured:
         return configured
     for name in ("generation_config.json", "config.json"):
-        path = folder / name
-        found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-        if found is not None:
-            return tuple(found) if isinstance(found, list) else (int(found),)
+        found = _named_end(folder / name)
+        if found:
+            return found
     raise ConfigError(f"{folder} names no eos_token_id", "set sampling.stop_token_ids")
+
+
+def _named_end(path: Path) -> tuple[int, ...]:
+    """What a model's JSON file names as `eos_token_id`, one or a list; () where it names none or is not there. Raises `ConfigError`."""
+    if not path.is_file():
+        return ()
+    remedy = "copy it from the model again, or set sampling.stop_token_ids"
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}", remedy) from error
+    named = found.get("eos_token_id") if isinstance(found, dict) else None
+    tokens = named if isinstance(named, list) else [] if named is None else [named]
+    for token in tokens:
+        if not isinstance(token, int) or isinstance(token, bool) or token < 0:
+            raise ConfigError(f"{path}: eos_token_id = {json.dumps(named)} is no token and no list of tokens", remedy)
+    return tuple(tokens)

@@ -49,7 +49,8 @@ def _files(path: Path, suffix: str) -> list[Path]:
 
 def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # A line ends with a line feed alone: U+2028 and others that str.splitlines knows may stand in a JSON text as they are.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"data.path: {path}: {error}", "give a JSONL file in UTF-8") from error
     for number, line in enumerate(lines, start=1):

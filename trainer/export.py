@@ -38,14 +38,7 @@ def restored(config: RunConfig, path: Path, state: State) -> Any:
     if config.lora.rank:
         adapters.inject(model, config.lora)
     held = {f"model.{name}": parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
-    stored: dict[str, Any] = dict(HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata)
-    wrong = [name for name, value in held.items() if name not in stored or tuple(stored[name].size) != tuple(value.shape)]
-    wrong += [name for name in stored if name.startswith("model.") and name not in held]
-    if wrong:
-        raise ConfigError(
-            f"{path} does not hold the parameters of {config.model.path}, first: {wrong[0].removeprefix('model.')}",
-            "give the run.toml that the checkpoint was written under: its model.path and its [lora]",
-        )
+    checkpoint.check_holds(path, {name: tuple(value.shape) for name, value in held.items()})
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is what is wanted
         load(held, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=True)

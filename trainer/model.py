@@ -28,6 +28,7 @@ from typing import Any
 
 import msgspec
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -36,7 +37,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from rollout.engines.norms import wide_norms
 from scavenger.config import LoraSection, OptimizerSection, TrainerSection
-from scavenger.errors import ConfigError
+from scavenger.errors import ConfigError, Diverged
 from trainer import adapters
 from trainer.algorithms.loss import Tokens, policy_loss, token_logprobs
 from trainer.algorithms.rows import Recipe
@@ -71,11 +72,17 @@ def load_model(folder: Path, dtype: torch.dtype, attention: str = "sdpa") -> Any
         raise ConfigError(f"model.path: {folder} holds no config.json", "give the folder of a Hugging Face model")
     disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation=attention, local_files_only=True, use_safetensors=True, trust_remote_code=False
-        )
-    except (OSError, ValueError, KeyError) as error:
+        model, told = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation=attention, local_files_only=True, use_safetensors=True, trust_remote_code=False,
+            output_loading_info=True,
+        )  # fmt: skip
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"model.path: {folder} cannot be loaded: {error}", "it must be a causal LM with safetensors weights") from error
+    if told["missing_keys"]:  # transformers would draw them at random
+        raise ConfigError(
+            f"model.path: {folder}: config.json and weights are of two models: {min(told['missing_keys'])} is not in the weight files",
+            "copy the model's whole folder again",
+        )
     model.eval()
     if dtype == torch.float64:
         wide_norms(model)
@@ -204,7 +211,7 @@ class Learner:
     def update(self, denominator: float, lr: float) -> float:
         """Scale by 1 / denominator (the step's true one), clip, step, clear. Returns the gradient's norm before clipping.
 
-        Raises `ArithmeticError` when gradients are not finite, or too large for a deterministic run's exact sums.
+        Raises `Diverged` when gradients are not finite, `ArithmeticError` when too large for a deterministic run's exact sums.
         """
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
         if self.deterministic:
@@ -216,7 +223,11 @@ class Learner:
         norm = torch.nn.utils.clip_grad_norm_(list(self.trained().values()), self._settings.clip_norm)
         value = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
         if value != value or value == float("inf"):
-            raise ArithmeticError(f"the gradient's norm is {value}: the step was not taken")
+            raise Diverged(
+                f"the gradient's norm is {value}: the step was not taken",
+                "look at rewards, grad_norm and lr in <out_dir>/metrics.jsonl; then lower optimizer.lr or bound the rewards, "
+                "and go on from an older checkpoint (--resume DIR)",
+            )
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()

@@ -19,7 +19,7 @@ from typing import Protocol, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from scavenger.errors import ScavengerError
+from scavenger.errors import ConfigError, ScavengerError
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,11 @@ class Jsonl:
     name = "metrics.jsonl"
 
     def __init__(self, out_dir: Path) -> None:
-        out_dir.mkdir(parents=True, exist_ok=True)
-        self._file = (out_dir / self.name).open("a", encoding="utf-8")
+        try:
+            out_dir.mkdir(parents=True, exist_ok=True)
+            self._file = (out_dir / self.name).open("a", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"run.out_dir = {out_dir} cannot be written: {error}", "name a folder that this user may write to") from error
 
     def write(self, entry: Entry) -> None:
         more = {} if entry.version is None else {"version": entry.version, "phases": list(entry.phases)}
@@ -82,6 +85,7 @@ def told(entry: Entry, steps: int) -> str:
         f"step {entry.step}/{steps}  reward {metrics['reward']:.3f}  loss {metrics['loss']:+.6e}  tokens {metrics['tokens']:.0f}  "
         f"length {metrics['length_mean']:.1f}  moved {metrics['moves']:.0f}  {metrics['seconds']:.1f} s "
         f"(wait {metrics['seconds_wait']:.1f}, train {metrics['seconds_train']:.1f}, publish {metrics['seconds_publish']:.2f})"
+        + ("  NOTHING TRAINED: rewards are alike within each group, or masked" if metrics.get("samples_trained") == 0 else "")
     )
 
 

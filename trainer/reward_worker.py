@@ -1,7 +1,9 @@
 """The process that calls a reward function: `python -m trainer.reward_worker module:function MEMORY OPTIONS`. Started by
 `trainer.rewards` only.
 
-Frames come on standard input and go to standard output; what the function prints goes to standard error, so it cannot break a frame.
+Frames come on standard input and go to standard output, by descriptors of this process's own: the function, and what it starts, read an
+empty input, and what they print goes to standard error, so they cannot break a frame. Nor does a copy of this process that the function
+forked and that returns from it: it ends there, because a second answer would be taken for that of the next call.
 Any exception of the function is caught here, for one named recovery: its type is sent back, and apart from it what it said, which may
 quote the prompt or the answer.
 """
@@ -76,7 +78,10 @@ def _bound_memory(more: int) -> None:
 
 def main(argv: list[str]) -> int:
     die_with_parent()  # it leads a group of its own, so nobody else ends it while a call hangs
-    frames, out = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    frames, out, own_pid = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb"), os.getpid()
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
     os.dup2(2, 1)
     try:
         options = json.loads(argv[3])
@@ -88,7 +93,10 @@ def main(argv: list[str]) -> int:
     _bound_memory(int(argv[2]))
     _write(out, Answer(reward=0.0, version=version, late_is_wrong=late_is_wrong))
     while (payload := read_frame(frames.read)) is not None:
-        _write(out, _score(function, msgspec.msgpack.decode(payload, type=Ask)))
+        answer = _score(function, msgspec.msgpack.decode(payload, type=Ask))
+        if os.getpid() != own_pid:
+            os._exit(0)
+        _write(out, answer)
     return 0
 
 

@@ -7,8 +7,9 @@ one is under way. `Saver` is one rank's end, `Checkpoints` rank 0's. Knows no st
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -22,6 +23,17 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from scavenger.errors import CheckpointFailed, StaleAttempt
 from trainer import checkpoint
 from trainer.checkpoint import State
+
+REMEDY = "look at the file system of run.out_dir: its space, quota and rights; then submit the job again"
+
+
+@contextlib.contextmanager
+def _said() -> Iterator[None]:
+    """What rank 0 does alone to a checkpoint's folder. Raises `CheckpointFailed` for what the file system refuses."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointFailed(f"a checkpoint could not be written: {error}", REMEDY) from error
 
 
 class Saver:
@@ -54,9 +66,7 @@ class Saver:
             writing.result()
         except CheckpointException as error:
             causes = "; ".join(f"rank {rank}: {cause[0]}" for rank, cause in sorted(error.failures.items()))
-            raise CheckpointFailed(
-                f"a checkpoint could not be written: {causes}", "look at the file system of run.out_dir: its space, quota and rights"
-            ) from error
+            raise CheckpointFailed(f"a checkpoint could not be written: {causes}", REMEDY) from error
 
 
 class _Run(Protocol):
@@ -84,7 +94,9 @@ class Checkpoints:
         """Start to write; the one before is finished first."""
         self.finish()
         started = time.monotonic()
-        self._ranks.save(checkpoint.prepare(self._out_dir, state.step, state.attempt))
+        with _said():
+            folder = checkpoint.prepare(self._out_dir, state.step, state.attempt)
+        self._ranks.save(folder)
         self._writing = state
         self._seconds += time.monotonic() - started
 
@@ -108,7 +120,8 @@ class Checkpoints:
     def _count(self, state: State) -> None:
         started = time.monotonic()
         self._writing = None
-        path = checkpoint.complete(self._out_dir, state)
+        with _said():
+            path = checkpoint.complete(self._out_dir, state)
         kept, going = checkpoint.surplus(self._out_dir, path, self._keep)
         try:
             self._run.checkpoint(state.step, state.version, bytes.fromhex(state.root), str(path), kept)

@@ -106,3 +106,14 @@ def test_what_a_deletion_left_when_it_was_killed_is_deleted_by_the_next(tmp_path
     assert checkpoint.surplus(tmp_path, complete(tmp_path, 40, attempt=1), 2) == ((40,), (half,))
     write(tmp_path, 60, attempt=1)
     assert not half.exists()
+
+
+def test_a_damaged_state_keeps_no_run_from_going_on_from_another_checkpoint(tmp_path: Path) -> None:
+    written = [write(tmp_path, step, attempt=1, keep=3) for step in (20, 40, 60)]
+    (written[1] / checkpoint.STATE_FILE).write_text("{")
+    with pytest.raises(ConfigError, match=r"step-00000040 is not a complete checkpoint(.|\n)*--resume none"):
+        checkpoint.read_state(written[1])
+    assert checkpoint.newest(tmp_path, 59) == written[1]
+    assert checkpoint.steps(tmp_path) == [20, 40, 60]
+    assert checkpoint.surplus(tmp_path, write(tmp_path, 80, attempt=1, keep=3), 3).kept == (40, 60, 80)
+    assert names(checkpoint.abandon(tmp_path, 20, None, 2)) == [f"step-000000{step}.abandoned-2" for step in (40, 60, 80)]

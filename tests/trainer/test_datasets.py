@@ -98,6 +98,31 @@ def test_prompts_are_rendered_with_the_model_s_chat_template(chat_folder: Path, 
     assert texts(chat_options={"thinking": False}) == ["17>00", "13>24>15>00"]
 
 
+@pytest.mark.parametrize(("template", "why"), [("{{ messages[0].content + '>' }}", "TypeError"), ("{{ raise_exception('odd') }}", "odd")])
+def test_a_prompt_that_the_chat_template_cannot_render_is_told_with_its_row(
+    chat_folder: Path, tmp_path: Path, template: str, why: str
+) -> None:
+    settings = json.loads((chat_folder / "tokenizer_config.json").read_text())
+    text = f"{{% if messages[0].content is none %}}{template}{{% endif %}}1>"
+    (chat_folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": text}))
+    path = write(tmp_path / "a.jsonl", [{"prompt": [{"role": "user", "content": content}], "answer": 1} for content in ("3", None)])
+    with pytest.raises(ConfigError, match=rf"a\.jsonl, row 1: the model's chat template raised .*{why}"):
+        problems_of(config_of(chat_folder, path, chat=True))
+
+
+def test_a_tokenizer_that_transformers_cannot_open_is_told(chat_folder: Path, tmp_path: Path) -> None:
+    (chat_folder / "tokenizer_config.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"transformers cannot open the tokenizer in .*chat"):
+        problems_of(config_of(chat_folder, write(tmp_path / "a.jsonl", ROWS), chat=True, **COLUMNS))
+
+
+def test_a_line_of_jsonl_ends_at_a_line_feed_alone_and_a_byte_order_mark_is_no_text(model_folder: Path, tmp_path: Path) -> None:
+    path, answers = tmp_path / "a.jsonl", ["a\u2028b", "a\u2029b", "a\x85b", "plain"]
+    lines = [json.dumps({"prompt": "1>", "answer": answer}, ensure_ascii=False) for answer in answers]
+    path.write_bytes(("\ufeff" + "\r\n".join(lines) + "\n").encode())
+    assert {problem.meta["answer"] for problem in problems_of(config_of(model_folder, path, problems=0)).take(0, 4)} == set(answers)
+
+
 def test_chat_is_refused_where_it_cannot_be(model_folder: Path, tmp_path: Path) -> None:
     talk = write(tmp_path / "a.jsonl", [{"prompt": [{"role": "user", "content": "3"}], "answer": 1}])
     with pytest.raises(ConfigError, match=r"data\.chat is false"):
@@ -164,3 +189,14 @@ def test_every_end_that_the_generation_config_names_ends_an_answer(model_folder:
     folder = shutil.copytree(model_folder, tmp_path / "m")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 7]}))
     assert stop_tokens(folder, ()) == (1, 7)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": []}))
+    assert stop_tokens(folder, ()) == (1,), "an empty list names none: config.json is asked, and no run goes without an end"
+
+
+@pytest.mark.parametrize("text", ['{"eos_token_id": [1, null]}', '{"eos_token_id": "</s>"}', '{"eos_token_id": -1}', "{"])
+def test_an_end_that_is_no_token_is_told(model_folder: Path, tmp_path: Path, text: str) -> None:
+    folder = shutil.copytree(model_folder, tmp_path / "m")
+    (folder / "generation_config.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"generation_config\.json: .*\n.*sampling\.stop_token_ids"):
+        stop_tokens(folder, ())
+    assert stop_tokens(folder, (3,)) == (3,)

@@ -92,7 +92,7 @@ def test_adapters_are_merged(model_folder: Path, mesh: DeviceMesh, tmp_path: Pat
     model, base = load_model(tmp_path / "out", torch.float32), load_model(model_folder, torch.float32)
     assert all(torch.equal(model.get_parameter(name), value) for name, value in whole(learner).items())
     assert any(not torch.equal(base.get_parameter(name), value) for name, value in model.named_parameters())
-    with pytest.raises(ConfigError, match=r"does not hold the parameters(.|\n)*\[lora\]"):
+    with pytest.raises(ConfigError, match=r"does not hold what this run trains(.|\n)*\[lora\]"):
         export.export(config_of(tmp_path, model_folder), tmp_path / "other", "auto", "")
 
 

@@ -82,6 +82,15 @@ def test_two_steps_run_in_one_process_and_a_resumed_run_repeats_the_second(more:
     assert roots[0] == roots[1]
 
 
+@pytest.mark.long
+def test_a_run_that_is_done_says_so_when_it_is_started_again(model_folder: Path, tmp_path: Path) -> None:
+    path = write_run(tmp_path, model_folder, steps=1, out="done")
+    assert run_local(path).returncode == 0
+    again = run_local(path)
+    assert (again.returncode, "nothing is left to train: 1 steps are done, run.steps = 1" in again.stdout) == (0, True)
+    assert [(entry["kind"], entry["step"]) for entry in metrics(tmp_path, "done")] == [("eval", 0), ("train", 1), ("eval", 1)]
+
+
 def test_a_missing_model_is_an_error_with_its_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(write_run(tmp_path, tmp_path / "nowhere", steps=1, out="x")), "--local"]) == 2
     assert "holds no tokenizer.json" in capsys.readouterr().err

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rollout.engines.norms import wide_norms
 from scavenger.config import AlgorithmSection, OptimizerSection
-from scavenger.errors import ConfigError
+from scavenger.errors import ConfigError, Diverged
 from scavenger.weights import manifest as manifests
 from tests.trainer import published
 from tests.trainer.rows import make_group
@@ -167,6 +169,40 @@ def test_a_resumed_learner_goes_on_bit_by_bit(model_folder: Path, mesh: DeviceMe
     assert all(torch.equal(mine[name].full_tensor(), theirs[name].full_tensor()) for name in mine)  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_gradient_that_is_no_number_takes_no_step_and_says_what_to_do(model_folder: Path, mesh: DeviceMesh, value: float) -> None:
+    learner = make_learner(model_folder, mesh, deterministic=False)
+    learner.train(one_per_group([make_group(0)], width=15)[0])
+    before = {name: tensor.full_tensor().clone() for name, tensor in learner.state().items()}  # type: ignore[attr-defined]
+    next(p.grad for p in learner.model.parameters() if p.grad is not None).mul_(value)
+    with pytest.raises(Diverged, match=r"the step was not taken\n.*optimizer\.lr(.|\n)*--resume DIR"):
+        learner.update(20, lr=1e-3)
+    after = learner.state()
+    assert all(torch.equal(before[name], after[name].full_tensor()) for name in before)  # type: ignore[attr-defined]
+
+
+def test_a_checkpoint_of_another_model_or_a_damaged_one_is_told_not_loaded(model_folder: Path, mesh: DeviceMesh, tmp_path: Path) -> None:
+    learner = make_learner(model_folder, mesh)
+    path = checkpoint.prepare(tmp_path, 1, 0)
+    write(learner, path)
+    shapes = {name: tuple(value.shape) for name, value in learner.state().items()}
+    checkpoint.check_holds(path, shapes)
+    fewer = {name: shape for name, shape in shapes.items() if "layers.1" not in name}
+    other = shapes | {"model.model.norm.weight": (7,)}
+    for wanted, first in ((fewer, "layers.1"), (other, "model.model.norm.weight"), (shapes | {"exp_avg.x": (1,)}, "exp_avg.x")):
+        with pytest.raises(ConfigError, match=rf"does not hold what this run trains, first: .*{first}.*\n.*model\.path or \[lora\]"):
+            checkpoint.check_holds(path, wanted)
+    (shard,) = path.glob("*.safetensors")
+    whole = shard.read_bytes()
+    for left in (whole[:1000], whole[: len(whole) // 2]):
+        shard.write_bytes(left)
+        with pytest.raises(ConfigError, match=r"cannot be read: .*\n.*--resume"):
+            checkpoint.load_shards(learner, path, 1)
+    shard.unlink()
+    with pytest.raises(ConfigError, match=r"does not hold(.|\n)*files of the checkpoint are gone"):
+        checkpoint.load_shards(learner, path, 1)
+
+
 def test_only_the_newest_checkpoints_are_kept(model_folder: Path, mesh: DeviceMesh, tmp_path: Path) -> None:
     learner = make_learner(model_folder, mesh)
     for step in (2, 4, 6):
@@ -200,3 +236,13 @@ def test_a_cosine_is_slow_at_both_ends() -> None:
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json"):
         load_model(tmp_path, F64)
+
+
+@pytest.mark.parametrize(
+    ("values", "why"), [({"num_hidden_layers": 3}, "are of two models: model.layers.2"), ({"hidden_size": 48}, "cannot be loaded: ")]
+)
+def test_weights_that_are_not_all_there_are_never_drawn_at_random(model_folder: Path, tmp_path: Path, values: Any, why: str) -> None:
+    folder = Path(shutil.copytree(model_folder, tmp_path / "m"))
+    (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | values))
+    with pytest.raises(ConfigError, match=why):
+        load_model(folder, F64)

@@ -56,6 +56,22 @@ def config(out_dir: Path, **monitor: Any) -> RunConfig:
     )
 
 
+def test_a_step_that_trained_nothing_says_so(tmp_path: Path) -> None:
+    lines = []
+    for trained in (0.0, 8.0):
+        monitor = Monitor(tmp_path, steps=4, out=(out := Screen(terminal=False)))
+        monitor.step(1, 1, 7, METRICS | {"samples_trained": trained}, ())
+        monitor.close()
+        lines.append(out.getvalue())
+    assert ["NOTHING TRAINED" in line for line in lines] == [True, False]
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_before_the_run(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"run\.out_dir = .*file/out cannot be written: .*\n.*remedy"):
+        Monitor(tmp_path / "file" / "out", steps=4, out=Screen(terminal=False))
+
+
 def test_a_log_gets_one_plain_line_an_entry_and_the_file_every_digit(tmp_path: Path) -> None:
     out = Screen(terminal=False)
     write(Monitor(tmp_path, steps=4, out=out, clock=lambda: 5.0))

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -89,7 +90,7 @@ def test_the_files_of_a_new_run_can_be_submitted_as_they_are(run: Path, own_mode
     assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
     assert check.gpus_of(script.read_text()) == Gpus(2, 2, 80.0)
     findings = list(check.check(run, check.gpus_of(script.read_text())))
-    assert [finding.problem for finding in findings] == [""] * 11
+    assert [finding.problem for finding in findings] == [""] * 12
     assert not any(finding.skipped for finding in findings)
 
 
@@ -171,6 +172,16 @@ def test_a_folder_with_splits_is_read_by_split(tmp_path: Path) -> None:
     assert found.rows[0]["question"].startswith("train")
 
 
+@pytest.mark.parametrize(
+    ("train", "test", "problems"), [(1, 0, 0), (2, 0, 1), (40, 0, 8), (220, 0, 44), (5000, 0, 256), (40, 30, 30), (40, 300, 256)]
+)
+def test_a_new_run_holds_out_no_more_problems_than_there_are(tmp_path: Path, train: int, test: int, problems: int) -> None:
+    for name, count in (("train", train), ("test", test)):
+        (tmp_path / f"{name}.jsonl").write_text('{"question": "1", "answer": "1"}\n' * count)
+    found = rows.look(tmp_path)
+    assert (found.problems, bool(found.held_out)) == (problems, bool(test))
+
+
 @pytest.mark.parametrize("nothing", ["nothing.jsonl", "empty"])
 def test_data_that_is_not_there_is_told(nothing: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
@@ -236,6 +247,28 @@ def test_a_folder_that_is_no_whole_model_is_refused(run: Path, own_model: Path, 
     spoil(own_model)
     assert cause in refused(run)["model"]
     assert "remedy: " in refused(run)["model"]
+
+
+# ---------------------------------------------------------------- where it goes
+
+
+def test_an_out_dir_that_cannot_be_written_or_is_too_small_is_refused(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (run.parent / "file").write_text("")
+    change(run, 'out_dir = "out"', 'out_dir = "file/out"')
+    assert "file: it is no folder" in refused(run)["out_dir and figures"]
+    change(run, 'out_dir = "file/out"', 'out_dir = "new/out"')
+    assert "out_dir and figures" not in refused(run)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100_000))
+    assert "0.0 GB are free\n  remedy: name a file system with more room" in refused(run)["out_dir and figures"]
+    assert not (run.parent / "new").exists(), "a check writes nothing"
+
+
+@pytest.mark.parametrize(("name", "value"), [("tensorboard", "true"), ("wandb", '"offline"')])
+def test_figures_for_a_package_that_is_not_there_are_refused(run: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda asked, package=None: None if asked == name else real(asked, package))
+    run.write_text(run.read_text() + f"[monitor]\n{name} = {value}\n")
+    assert f'pip install ".[{name}]"' in refused(run)["out_dir and figures"]
 
 
 # ---------------------------------------------------------------- tokenizer, data, reward
@@ -312,6 +345,15 @@ def test_a_reward_that_cannot_tell_answers_apart_is_pointed_at(run: Path, tmp_pa
     (said,) = [finding for finding in check.check(run, NO_GPU) if finding.what == "reward"]
     assert not said.problem
     assert "LOOK" in said.note
+
+
+def test_a_reward_function_sees_the_prompt_as_it_will_in_the_run(
+    run: Path, own_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (own_model / "chat_template.jinja").write_text("<eos>{{ messages[-1].content }}<eos>")
+    change(run, "chat = false", "chat = true")
+    _use(run, "def f(prompt, answer, meta):\n    assert prompt and '<eos>' not in prompt\n    return len(answer)\n", tmp_path, monkeypatch)
+    assert "reward" not in refused(run)
 
 
 # ---------------------------------------------------------------- GPUs, engine, daemon

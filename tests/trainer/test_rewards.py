@@ -36,6 +36,12 @@ def starts(prompt, answer, meta):
     os._exit(3)
 def takes(prompt, answer, meta):
     return len(bytearray(int(answer) << 20)) >> 20
+def forks(prompt, answer, meta):
+    if os.fork() == 0:
+        return -1.0
+    return float(answer)
+def reads(prompt, answer, meta):
+    return len(subprocess.run(["cat"], stdout=subprocess.PIPE).stdout) + len(sys.stdin.read())
 def dies(prompt, answer, meta):
     os._exit(9)
 def nan(prompt, answer, meta):
@@ -134,6 +140,18 @@ def test_what_a_function_started_ends_with_its_process(tmp_path: Path, answer: s
     while status.exists() and status.read_text().rpartition(")")[2].split()[0] not in "ZX":  # whoever adopted it may not have looked yet
         assert time.monotonic() < until, "it lives on"
         time.sleep(0.01)  # between two looks at the condition
+
+
+@pytest.mark.usefixtures("functions")
+def test_a_fork_that_returns_from_the_function_gives_no_second_answer() -> None:
+    with runner("forks", retries=0) as rewards:
+        assert [rewards.score("", str(n), {}) for n in range(20)] == [float(n) for n in range(20)]
+
+
+@pytest.mark.usefixtures("functions")
+def test_a_function_and_what_it_starts_read_an_empty_input_not_the_calls() -> None:
+    with runner("reads", retries=0) as rewards:
+        assert [rewards.score("", "", {}), rewards.score("", "", {})] == [0.0, 0.0]
 
 
 @pytest.mark.usefixtures("functions")

@@ -120,6 +120,12 @@ def test_what_cannot_be_written_is_said_with_its_rank_and_counts_never(tmp_path:
     assert (steps(tmp_path), run.told) == ([], [])
 
 
+def test_a_folder_that_cannot_be_made_is_said_with_its_remedy(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(CheckpointFailed, match=r"could not be written: .*checkpoints.*\n.*run\.out_dir"):
+        Checkpoints(tmp_path, 2, Run(), Ranks()).begin(state(2))
+
+
 def test_a_write_sees_the_values_of_its_beginning(tmp_path: Path, mesh: DeviceMesh) -> None:
     saver, values = Saver(), {"model.a": torch.zeros(1 << 20)}
     ranks: Any = SimpleNamespace(save=lambda path: saver.begin(values, path), is_saved=saver.is_written, wait_saved=saver.wait)

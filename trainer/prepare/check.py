@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +33,8 @@ from trainer.prepare.model import ModelFacts
 #: A vocabulary may be padded, but a tokenizer of less than half the model's is another model's.
 LEAST_SHARE = 0.5
 PROBES = 3
+#: A parameter's float32 master and its two moments.
+CHECKPOINT_NBYTES = 12
 DIRECTIVE = re.compile(r"^#SBATCH\s+--(nodes|ntasks|gpus-per-node)[= ](?:[A-Za-z][\w-]*:)?(\d+)|^# gpu-memory-gb=([\d.]+)", re.MULTILINE)
 
 
@@ -82,6 +85,7 @@ def check(run_toml: Path, gpus: Gpus) -> Iterator[Finding]:
     yield _ask("engine", lambda: _engine(config), seen.model)
     yield _ask("memory of the GPUs", lambda: _memory(config, seen, gpus), seen.model)
     yield _ask("weights", lambda: _weights(config, seen, gpus), seen.model)
+    yield _ask("out_dir and figures", lambda: _out_dir(config, seen.model))
     yield _ask("daemon and keys", lambda: _daemon(config))
 
 
@@ -166,12 +170,14 @@ def _reward(config: RunConfig, seen: _Seen) -> str:
     from trainer.rewards import RewardRunner
 
     reward, found = config.reward, []
+    assert seen.tokenizer is not None
     with RewardRunner(
         reward.function, timeout_s=reward.timeout_s, retries=0, version=reward.version, options=reward.options, memory_gb=reward.memory_gb
     ) as runner:
         for problem in seen.problems[:PROBES]:
+            prompt = seen.tokenizer.decode(list(problem.tokens), skip_special_tokens=True)
             for answer in (str(problem.meta.get("answer", "")), "", "no"):
-                found.append(runner.score(problem.text, answer, problem.meta))
+                found.append(runner.score(prompt, answer, problem.meta))
     own = found[0::3]
     said = f"problems' own answers get {', '.join(f'{value:g}' for value in own)}"
     return said if max(found) > min(found) else f"{said}, as do wrong ones: LOOK whether the function can tell answers apart"
@@ -229,6 +235,32 @@ def _weights(config: RunConfig, seen: _Seen, gpus: Gpus) -> str:
     assert seen.model is not None
     at_hand = os.environ.get("SCAVENGER_CONFIG")
     return weights.check(config, seen.model, gpus.nodes, Path(at_hand) if at_hand else None)
+
+
+def _out_dir(config: RunConfig, model: ModelFacts | None) -> str:
+    """Where checkpoints and figures go: rights, room for the checkpoints that are kept and the one being written, what sinks need."""
+    for name, wanted in (("tensorboard", config.monitor.tensorboard), ("wandb", config.monitor.wandb != "off")):
+        if wanted and importlib.util.find_spec(name) is None:
+            raise ConfigError(f"monitor.{name} needs {name}", f'install it: pip install ".[{name}]" in a clone')
+    out_dir = config.run.out_dir
+    there = next(folder for folder in (out_dir, *out_dir.parents) if folder.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        why = "this user may not write to it" if there.is_dir() else "it is no folder"
+        raise ConfigError(f"run.out_dir = {out_dir}: {there}: {why}", "name a folder that this user may write to")
+    if model is None or config.lora.rank:
+        return str(out_dir)
+    one, free = CHECKPOINT_NBYTES * model.parameters, shutil.disk_usage(there).free
+    from trainer import checkpoint  # seconds of imports
+
+    held = len(checkpoint.found(out_dir))
+    more = max(1, config.checkpoint.keep + 1 - held) * one
+    if more > free:
+        raise ConfigError(
+            f"run.out_dir = {out_dir}: a checkpoint has {one / memory.GB:,.1f} GB; checkpoint.keep = {config.checkpoint.keep} of them and "
+            f"one being written want {more / memory.GB:,.1f} GB more, {free / memory.GB:,.1f} GB are free",
+            "name a file system with more room, or lower checkpoint.keep",
+        )
+    return f"a checkpoint has {one / memory.GB:,.1f} GB, {free / memory.GB:,.0f} GB are free; a quota is not looked at"
 
 
 def _daemon(config: RunConfig) -> str:

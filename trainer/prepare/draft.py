@@ -217,7 +217,6 @@ on_reward_error = "stop"            # or "mask": answers that cannot be judged a
 
 def _training(data: DataFacts, wish: Wish, workers: int, large: bool) -> str:
     held_out = f"path = {_s(data.held_out)}\n" if data.held_out else "#path = ...         # held-out rows; else taken out of data.path\n"
-    problems = 256 if data.held_out or len(data.rows) >= 200 else max(1, len(data.rows) // 5)
     return f"""[algorithm]
 name = "grpo"                       # or dapo, dr_grpo, rloo, gspo, cispo, ...: docs/training.md
 #kl_coef = 0.001                    # keeps the starting model in memory too
@@ -240,7 +239,7 @@ keep = 2
 
 [eval]
 every = 50
-problems = {problems}
+problems = {data.problems}
 {held_out}
 [weights]
 listen = "0.0.0.0"                  # engines on other nodes pull from here

@@ -111,7 +111,7 @@ def _head(path: Path) -> dict[str, tuple[int, ...]]:
 
 def _end(folder: Path) -> tuple[tuple[int, ...], str]:
     for name in ("generation_config.json", "config.json"):
-        if (folder / name).is_file() and read_json(folder / name, "").get("eos_token_id") is not None:
+        if (folder / name).is_file() and read_json(folder / name, "").get("eos_token_id") not in (None, []):
             return stop_tokens(folder, ()), name
     return (), ""
 

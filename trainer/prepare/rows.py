@@ -20,12 +20,14 @@ PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input", "me
 ANSWERS = ("answer", "solution", "final_answer", "expected_answer", "ground_truth", "target", "label", "output", "response")
 HELD_OUT = ("test", "validation", "valid", "eval", "dev")
 LOOKED_AT = 200
+#: Held-out problems of a new run at most, and their share where they are taken out of the rows to train on.
+EVALUATED, EVALUATED_SHARE = 256, 5
 MATHEMATICS = re.compile(r"####|\\boxed|\\frac|\$|^\s*[-+]?[\d,]+(?:\.\d+)?(?:/\d+)?\s*%?\s*$")
 
 
 @dataclass(frozen=True, slots=True)
 class DataFacts:
-    """`path` and `held_out`: what data.path and eval.path should say. `rows`: the first ones."""
+    """`path` and `held_out`: what data.path and eval.path should say. `rows`: the first ones. `problems`: for eval.problems."""
 
     task: Literal["jsonl", "parquet"]
     path: str
@@ -36,13 +38,15 @@ class DataFacts:
     conversation: bool
     mathematics: bool
     rows: tuple[dict[str, Any], ...]
+    problems: int
 
 
 def look(path: Path, prompt_field: str = "", answer_field: str = "") -> DataFacts:
     """Raises `ConfigError` for files that are not there, cannot be read, or whose columns have no known names."""
     task = _task(path)
     train, held_out = _split(path, dataset.SUFFIX[task])
-    rows = [row for _, row in itertools.islice(dataset.raw(task, Path(train)), LOOKED_AT)]
+    many = [row for _, row in itertools.islice(dataset.raw(task, Path(train)), EVALUATED * EVALUATED_SHARE)]
+    rows = many[:LOOKED_AT]
     if not rows:
         raise ConfigError(f"data.path: {train} holds no row", "each row has a prompt and an answer")
     if not all(isinstance(row, dict) for row in rows):
@@ -52,7 +56,12 @@ def look(path: Path, prompt_field: str = "", answer_field: str = "") -> DataFact
     answer = _column([name for name in columns if name != prompt], answer_field, ANSWERS, "answer", train)
     answers = [str(row.get(answer)) for row in rows]
     mathematics = sum(bool(MATHEMATICS.search(text)) for text in answers) >= 0.9 * len(answers)
-    return DataFacts(task, train, held_out, prompt, answer, columns, isinstance(rows[0].get(prompt), list), mathematics, tuple(rows))
+    apart = sum(1 for _ in itertools.islice(dataset.raw(task, Path(held_out)), EVALUATED)) if held_out else 0
+    problems = apart or min(max(1, len(many) // EVALUATED_SHARE), len(many) - 1)
+    return DataFacts(
+        task, train, held_out if apart else "", prompt, answer, columns, isinstance(rows[0].get(prompt), list), mathematics, tuple(rows),
+        problems,
+    )  # fmt: skip
 
 
 def _task(path: Path) -> Literal["jsonl", "parquet"]:
