@@ -128,7 +128,7 @@ def test_an_engine_that_twice_holds_other_weights_than_came_ends_with_70(play: P
     """As vLLM says it after reading them back: drained by the daemon after its five tries it would end with 0, and no node be blamed."""
 
     async def scene(stage: Stage) -> None:
-        async def load(version: int, _tensors: Iterable[Weight], *, summed: bool = False) -> bytes:
+        async def load(version: int, tensors: Iterable[Weight], *, summed: bool = False) -> bytes:
             raise WeightsDiffer(f"version {version} does not sit in the engine as published")
 
         await stage.ready()

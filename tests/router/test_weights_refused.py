@@ -176,8 +176,10 @@ def test_a_version_that_one_engine_holds_as_published_stops_no_run(greets: bool)
     bench, adapters = with_stated()
     refusing(bench, W1)
     refusing(bench, W1)  # one engine is one, however often it tries
-    bench.hello(W2, **({"loaded": 2, "loaded_root": adapters.root, "loaded_merged": MERGED} if greets else {}))
-    if not greets:
+    if greets:
+        bench.hello(W2, loaded=2, loaded_root=adapters.root, loaded_merged=MERGED)
+    else:
+        bench.hello(W2)
         bench.say(W2, WeightsLoaded(2, adapters.root, merged=MERGED))
     for conn in range(30, 40):
         refusing(bench, conn)
@@ -210,14 +212,14 @@ def test_the_next_trainer_of_a_run_that_was_stopped_so_goes_on() -> None:
     assert stopped(bench) == []
 
 
-@pytest.mark.parametrize("said", [{}, {"loaded_root": True}], ids=["of an older release", "loaded before the digest was stated"])
-def test_a_returning_engine_that_says_nothing_of_its_weights_keeps_what_it_is_at(said: dict[str, bool]) -> None:
+@pytest.mark.parametrize("names_root", [False, True], ids=["of an older release", "loaded before the digest was stated"])
+def test_a_returning_engine_that_says_nothing_of_its_weights_keeps_what_it_is_at(names_root: bool) -> None:
     bench, adapters = with_stated()
     bench.hello(W1)
     bench.say(W1, WeightsLoaded(2, adapters.root, merged=MERGED))
     leases = bench.leases(W1)
     held = tuple(Held(lease.sample_id, lease.epoch, 0) for lease in leases)
-    bench.hello(W1, loaded=2, held=held, **({"loaded_root": adapters.root} if said else {}))
+    bench.hello(W1, loaded=2, held=held, loaded_root=adapters.root if names_root else b"")
     assert bench.take(W1, Revoke) == []
     bench.chunk(W1, leases[0], 0, 3)
     assert bench.sample(leases[0].sample_id).accepted == 3

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -57,7 +58,9 @@ class ToyRanks:
             for place, row in enumerate(micro.rows):
                 if row.sample_id >= 0:
                     values = [float(part[place]) for part in parts]
-                    found.append(RowStats(row.sample_id, int(terms.tokens[place]), int(terms.kept[place]), *values))
+                    bins = tuple(terms.mismatch_bins[place].tolist())
+                    one = RowStats(row.sample_id, int(terms.tokens[place]), int(terms.kept[place]), *values)
+                    found.append(msgspec.structs.replace(one, mismatch_bins=bins))
         return found
 
     def proximal(self, one_round: Sequence[Micro]) -> dict[int, bytes]:
