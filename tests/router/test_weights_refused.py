@@ -223,3 +223,27 @@ def test_a_returning_engine_that_says_nothing_of_its_weights_keeps_what_it_is_at
     assert bench.take(W1, Revoke) == []
     bench.chunk(W1, leases[0], 0, 3)
     assert bench.sample(leases[0].sample_id).accepted == 3
+
+
+def test_a_digest_that_is_stated_later_and_that_no_engine_reaches_stops_the_run_too() -> None:
+    bench, adapters = with_stated()
+    bare = made(3, made(1).root)
+    bench.call(bare)
+    bench.hello(W1)
+    bench.say(W1, WeightsLoaded(3, bare.root))
+    assert bench.call(stating(3, made(1).root, OTHER)) == Ok()
+    for conn in (30, 31, 32):
+        refusing(bench, conn, version=3)
+    assert "version 3 is served by no engine" in stopped(bench)[0].reason
+    assert adapters.version == 2
+
+
+def test_a_version_that_is_announced_again_as_it_was_stays_proved() -> None:
+    bench, adapters = with_stated()
+    bench.hello(W1)
+    bench.say(W1, WeightsLoaded(2, adapters.root, merged=MERGED))
+    for again in (adapters, made(2, made(1).root)):
+        assert bench.call(again) == Ok()
+    for conn in (30, 31, 32):
+        refusing(bench, conn)
+    assert stopped(bench) == []
