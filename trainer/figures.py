@@ -108,15 +108,15 @@ class Sources:
 class Capacity:
     """GPU-time of the fleet between looks. The ledger has it to the second, from Slurm; this is what the trainer saw."""
 
-    def __init__(self, ranks: int, gpus_per_engine: int, now: float) -> None:
-        self._ranks, self._gpus = ranks, gpus_per_engine
+    def __init__(self, ranks: int, gpus_per_engine: int, gpus_per_reserved: int, now: float) -> None:
+        self._ranks, self._gpus, self._of_reserved = ranks, gpus_per_engine, gpus_per_reserved
         self._began = self._at = now
         self._reserved_s = self._harvested_s = 0.0
 
     def look(self, fleet: wire.Fleet, now: float) -> None:
         """`fleet` is what there was since the last look."""
         seconds, self._at = now - self._at, now
-        self._reserved_s += fleet.reserved_awake * self._gpus * seconds
+        self._reserved_s += fleet.reserved_awake * self._of_reserved * seconds
         self._harvested_s += fleet.harvested * self._gpus * seconds
 
     def figures(self) -> dict[str, float]:

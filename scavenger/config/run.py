@@ -181,6 +181,7 @@ class ReservedSection(Section):
     """Engines on the training job's own GPUs. `window` is the share of a step's samples after which they sleep."""
 
     workers: NonNegative = 1
+    gpus_per_engine: Positive = 1  # of the training job's, on one node
     window: Share = 0.5
     wake_after_s: Seconds = 5.0  # no harvested engine for this long with samples outstanding: wake
 

@@ -252,10 +252,10 @@ def test_tokens_are_counted_by_who_generated_them() -> None:
 
 
 def test_gpu_hours_follow_the_fleet() -> None:
-    capacity = Capacity(ranks=2, gpus_per_engine=4, now=100.0)
+    capacity = Capacity(ranks=2, gpus_per_engine=4, gpus_per_reserved=2, now=100.0)
     capacity.look(wire.Fleet(0, 1, 0, 0, 0), 100.0 + 900)
     capacity.look(wire.Fleet(3, 0, 1, 0, 0), 100.0 + 3600)
-    assert capacity.figures() == {"gpu_hours_trainer": 2.0, "gpu_hours_reserved": 1.0, "gpu_hours_harvested": 9.0}
+    assert capacity.figures() == {"gpu_hours_trainer": 2.0, "gpu_hours_reserved": 0.5, "gpu_hours_harvested": 9.0}
 
 
 def test_engines_that_disagree_with_the_trainer_are_told_of_from_the_limit_on() -> None:

@@ -27,6 +27,7 @@ from trainer.prepare.memory import Version
         ({"engine_share": 0.2}, "too little is left for its cache", "raise run.gpus_per_engine"),
         ({"reserved": True}, "shares its GPU with the trainer", "engine.gpu_memory_share = 0.83"),
         ({"reserved": True, "ranks": 2, "micro_tokens": 512}, "do not fit on one GPU", "reserved.workers = 0"),
+        ({"reserved": True, "engine_share": 0.2, "engine_gpus": 2}, "and the model's weights take 16.0 GB of each", "gpus_per_engine = 2"),
         ({"reference": True, "ranks": 2}, "too big for the GPUs: 80.0 GB", "lora.rank"),
     ],
 )
@@ -35,6 +36,14 @@ def test_what_does_not_fit_is_told_with_its_figures(changes: dict[str, Any], cau
     found = memory.problem(BIG, replace(FITS, **changes))
     assert cause in found[0]
     assert remedy in found[1]
+
+
+def test_a_reserved_engine_of_several_gpus_holds_a_model_that_one_cannot(run: Path) -> None:
+    beside = replace(FITS, reserved=True, engine_share=0.2, engine_gpus=2, reserved_gpus=2)
+    assert memory.problem(BIG, beside) == ("", "")
+    change(run, "[reserved]\n", "[reserved]\ngpus_per_engine = 4\n")
+    found = refused(run, Gpus(2, 2, 80.0))["memory of the GPUs"]
+    assert "reserved.gpus_per_engine = 4, and train.sbatch asks for 2 GPUs a node" in found
 
 
 def test_a_model_too_big_for_the_job_s_gpus_is_refused(run: Path) -> None:
