@@ -152,11 +152,12 @@ class Built(Event):
 
 @dataclass(frozen=True, slots=True)
 class LoadFailed(Event):
-    """`differs`: all bytes came, and what sits in the engine is not what its trainer merged."""
+    """`refused`: all bytes came, and the engine does not serve them; `differs`: because what sits in it is not what was published."""
 
     version: int
     reason: str
     differs: bool = False
+    refused: bool = False
 
 
 @dataclass(frozen=True, slots=True)

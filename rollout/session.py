@@ -53,7 +53,7 @@ from rollout.work import Work
 from scavenger import wire
 from scavenger.errors import ScavengerError
 
-#: Versions in a row that were merged to other weights than by their trainer; then the engine counts as dead.
+#: Versions in a row of which the engine held other weights than were published; then it counts as dead.
 MAX_MISMATCHES = 2
 LEGAL: dict[Phase, frozenset[Phase]] = {
     Phase.CONNECTING: frozenset({Phase.CONNECTING, Phase.GREETING, Phase.GONE}),

@@ -42,7 +42,7 @@ class Work:
         self.closed = False
         self.flush_at: float | None = None
         self.loaded_root = self.loaded_merged = b""
-        self.mismatches = 0  # versions in a row that were merged to other weights than by their trainer
+        self.mismatches = 0  # versions in a row of which the engine held other weights than were published
         self._wanted: wire.UseWeights | None = None  # being pulled or loaded
         self._serving: dict[int, wire.Serving] = {}  # what is given out to other workers
         self._waiting: list[wire.Lease] = []  # assigned for the version that is being loaded
@@ -289,7 +289,8 @@ class Work:
         if self._wanted is None or event.version != self._wanted.version:
             return []
         self._wanted, self._waiting = None, []
-        return [Note("weights-failed", event.reason), *self._send(wire.WeightsFailed(event.version, wire.words(event.reason)))]
+        failed = wire.WeightsFailed(event.version, wire.words(event.reason), event.refused)
+        return [Note("weights-failed", event.reason), *self._send(failed)]
 
     def sleep(self, _message: wire.Sleep, _now: float) -> list[Action]:
         if self._asleep:

@@ -275,7 +275,7 @@ class Worker:
         try:
             merged = await _put_in(engine, pulled)
         except EngineError as error:
-            failed = LoadFailed(version, told(error), isinstance(error, WeightsDiffer))
+            failed = LoadFailed(version, told(error), isinstance(error, WeightsDiffer), refused=True)
             if failed.differs:  # before it is said, so that the next try finds nothing here that is not as published
                 await self._store.recheck({pulled.manifest.root, *([pulled.base[0].root] if pulled.base is not None else [])})
             self._inbox.put_nowait(failed)

@@ -29,7 +29,8 @@ _DIGEST = re.compile(r"(metric|version)-[0-9a-f]{12}", re.ASCII)
 #: The figures of a step or an evaluation that this release's own trainer gives.
 METRICS = frozenset({
     "reward", "loss", "tokens", "tokens_trained", "samples", "samples_trained", "groups_filtered", "length_mean", "length_max", "kl",
-    "clip_fraction", "mismatch_k3", "mismatch_max", "truncated_fraction", "lr", "updates", "grad_norm", "moves", "micro_steps", "rounds",
+    "clip_fraction", "mismatch_k3", "mismatch_max", "mismatch_p99", "truncated_fraction", "lr", "updates", "grad_norm", "moves",
+    "micro_steps", "rounds",
     "seconds", "seconds_seed", "seconds_wait", "seconds_reward", "seconds_train", "seconds_update", "seconds_publish", "masked_fraction",
     "groups_asked", "eval_sampled", "eval_greedy", "eval_length_mean", "eval_cut_fraction", "rewards_late",
     "entropy", "seconds_checkpoint", "staleness_mean", "staleness_max", "tokens_reserved", "tokens_harvested", "tokens_unknown",

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from scavenger import wire
+from trainer.algorithms.mismatch import quantile
 from trainer.model import RowStats
 from trainer.scoring import ScoredGroup
 
@@ -46,10 +47,23 @@ def summarise(groups: Sequence[ScoredGroup], stats: Mapping[int, RowStats], *, d
         "kl": math.fsum(row.kl for row in rows) * per_token,
         "clip_fraction": math.fsum(row.clipped for row in rows) * per_token,
         "mismatch_k3": math.fsum(row.mismatch_k3 for row in rows) * per_token,
+        "mismatch_p99": quantile([sum(column) for column in zip(*(row.mismatch_bins for row in rows), strict=True)], 0.99),
         "mismatch_max": max((row.mismatch_max for row in rows), default=0.0),
         "masked_fraction": math.fsum(row.tokens - row.kept for row in rows) * per_token,
         "truncated_fraction": math.fsum(row.truncated for row in rows) * per_token,
     }
+
+
+def alarm(metrics: Mapping[str, float], limit: float) -> str:
+    """What a person is told when engines and trainer disagree on the sampled tokens by more than `limit` (k3, nats a token; 0 = any)."""
+    k3 = metrics.get("mismatch_k3", 0.0)
+    if not limit or k3 <= limit:  # NaN is over every limit
+        return ""
+    return (
+        f"LOOK: trainer and engines give the sampled tokens other probabilities: k3 = {k3:.3g} a token, 99 % within "
+        f"{metrics.get('mismatch_p99', 0.0):.3g} nats; monitor.mismatch_alarm = {limit:g}. Lower optimizer.lr if samples are a step old; "
+        "else compare the engines' types and versions with the trainer's"
+    )
 
 
 @dataclass(slots=True)
@@ -94,15 +108,15 @@ class Sources:
 class Capacity:
     """GPU-time of the fleet between looks. The ledger has it to the second, from Slurm; this is what the trainer saw."""
 
-    def __init__(self, ranks: int, gpus_per_engine: int, now: float) -> None:
-        self._ranks, self._gpus = ranks, gpus_per_engine
+    def __init__(self, ranks: int, gpus_per_engine: int, gpus_per_reserved: int, now: float) -> None:
+        self._ranks, self._gpus, self._of_reserved = ranks, gpus_per_engine, gpus_per_reserved
         self._began = self._at = now
         self._reserved_s = self._harvested_s = 0.0
 
     def look(self, fleet: wire.Fleet, now: float) -> None:
         """`fleet` is what there was since the last look."""
         seconds, self._at = now - self._at, now
-        self._reserved_s += fleet.reserved_awake * self._gpus * seconds
+        self._reserved_s += fleet.reserved_awake * self._of_reserved * seconds
         self._harvested_s += fleet.harvested * self._gpus * seconds
 
     def figures(self) -> dict[str, float]:

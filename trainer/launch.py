@@ -45,7 +45,7 @@ AS_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to start. `engine` is one reserved engine's argv; one runs at each of `places`, on `nodes` nodes."""
+    """What to start. `engine` is one reserved engine's argv; one runs at each of `places`, on `engine_gpus` GPUs, on `nodes` nodes."""
 
     python: str
     ranks: int
@@ -57,6 +57,7 @@ class Plan:
     nodes: int
     grace_s: float = 0.0  # what the ranks may take to write a checkpoint when the job is told to end
     daemon: EmbeddedDaemon | None = None  # the run's own, not started yet
+    engine_gpus: int = 1
 
 
 def plan(config: RunConfig, run_toml: Path, arguments: Sequence[str], environ: Mapping[str, str]) -> Plan:
@@ -75,19 +76,20 @@ def plan(config: RunConfig, run_toml: Path, arguments: Sequence[str], environ: M
         "--state-dir", str(config.run.state_dir), "--key", str(key),
     )  # fmt: skip
     trainer = (python, "-m", "trainer", str(run_toml), *arguments)
-    where, nodes = _places(config.reserved.workers, environ) if slurm else ((Place(),) * config.reserved.workers, 1)
+    workers, each = config.reserved.workers, config.reserved.gpus_per_engine
+    where, nodes = _places(workers, environ, each) if slurm else ((Place(),) * workers, 1)
     own = None
     if config.daemon.embedded:
         embedded.check(config)
         assert config.daemon.config is not None
         log = config.run.out_dir / "daemon.log"
         own = EmbeddedDaemon(python, config.daemon.config, config.run.state_dir, environ, log)
-    return Plan(python, int(text), slurm, launcher, trainer, engine, where, nodes, config.checkpoint.grace_s, own)
+    return Plan(python, int(text), slurm, launcher, trainer, engine, where, nodes, config.checkpoint.grace_s, own, each)
 
 
-def _places(workers: int, environ: Mapping[str, str]) -> tuple[tuple[Place, ...], int]:
+def _places(workers: int, environ: Mapping[str, str], each: int) -> tuple[tuple[Place, ...], int]:
     try:
-        return reserved.places(workers, environ), reserved.node_count(environ)
+        return reserved.places(workers, environ, each), reserved.node_count(environ)
     except ValueError as error:
         raise ConfigError(f"Slurm's variables do not say what the job has: {error}", "set SCAVENGER_BACKEND=local outside Slurm") from error
 
@@ -153,7 +155,7 @@ def run(made: Plan, environ: Mapping[str, str]) -> int:
     """
     for number in ENDS:
         signal.signal(number, _raise_ended)
-    engines = [Engine(engine_argv(made, number), environ, number) for number in range(len(made.places))]
+    engines = [Engine(engine_argv(made, number), environ, number, made.engine_gpus) for number in range(len(made.places))]
     ranks: subprocess.Popen[bytes] | None = None
     try:
         if made.daemon is not None:

@@ -26,6 +26,7 @@ from trainer import checkpoint
 from trainer.data import Problem, Problems
 from trainer.ending import Ending, ToldToEnd
 from trainer.evaluation import Judgement, summarise
+from trainer.figures import alarm
 from trainer.inbox import Inbox
 from trainer.monitor import Monitor
 from trainer.ranks import Ranks
@@ -135,6 +136,8 @@ class Loop:
             metrics = result.metrics | {"seconds_publish": seconds, "seconds_checkpoint": self._checkpoints.take_seconds()}
             self._run.commit(step, version, result.outcomes, metrics)
             self._monitor.step(step, self._run.attempt, version, metrics, result.phase_log)
+            if said := alarm(metrics, self._config.monitor.mismatch_alarm):
+                self._monitor.say(f"step {step}: {said}")
             due = step == steps or bool(self._config.eval.every and step % self._config.eval.every == 0)
             self._settle(step, published, owes_evaluation=due)
             self._evaluate_if_owed()

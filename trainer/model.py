@@ -64,6 +64,8 @@ class RowStats(msgspec.Struct, frozen=True):
     mismatch_max: float
     truncated: float
     entropy: float = 0.0
+    #: Tokens by |proximal - behaviour| (`algorithms.mismatch.EDGES`).
+    mismatch_bins: tuple[int, ...] = ()
 
 
 def load_model(folder: Path, dtype: torch.dtype, attention: str = "sdpa") -> Any:
@@ -184,8 +186,8 @@ class Learner:
         )  # fmt: skip
         table = torch.stack([column.double() for column in columns], dim=1).tolist()
         return tuple(
-            RowStats(row.sample_id, int(values[0]), int(values[1]), *values[2:])
-            for row, values in zip(micro.rows, table, strict=True)
+            msgspec.structs.replace(RowStats(row.sample_id, int(values[0]), int(values[1]), *values[2:]), mismatch_bins=tuple(bins))
+            for row, values, bins in zip(micro.rows, table, terms.mismatch_bins.tolist(), strict=True)
             if row.sample_id >= 0
         )
 

@@ -15,6 +15,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from scavenger.errors import ConfigError
+
 STOP_S = 5.0
 ENGINE_DRAINED, ENGINE_CANNOT_START, ENGINE_REFUSED = 0, 72, 78  # three of rollout's exit codes
 REFUSALS = (ENGINE_CANNOT_START, ENGINE_REFUSED)  # it says what is to be mended, from outside
@@ -33,21 +35,21 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """`node`: its number in the allocation. `gpu`: a value for CUDA_VISIBLE_DEVICES; "" = the job has no GPUs to choose from."""
+    """`node`: its number in the allocation. `gpus`: a value for CUDA_VISIBLE_DEVICES; "" = the job has no GPUs to choose from."""
 
     node: int = 0
-    gpu: str = ""
+    gpus: str = ""
 
 
 def node_count(environ: Mapping[str, str]) -> int:
     return int(environ.get("SLURM_JOB_NUM_NODES") or environ.get("SLURM_NNODES") or "1")
 
 
-def places(count: int, environ: Mapping[str, str]) -> tuple[Place, ...]:
-    """Pure: engine i gets the job's i-th GPU, node by node, and the first again after the last; without GPUs, the i-th node.
+def places(count: int, environ: Mapping[str, str], each: int = 1) -> tuple[Place, ...]:
+    """Pure: engine i gets the job's i-th `each` GPUs, node by node, and the first again after the last; without GPUs, the i-th node.
 
     CUDA_VISIBLE_DEVICES, where Slurm set it, names the GPUs that the job has on a node; else they are numbered from 0.
-    Raises `ValueError` for counts that are no numbers.
+    Raises `ValueError` for counts that are no numbers, `ConfigError` where a node has too few GPUs for one engine.
     """
     nodes = node_count(environ)
     gpus = int(environ.get("SLURM_GPUS_ON_NODE") or "0")
@@ -55,7 +57,14 @@ def places(count: int, environ: Mapping[str, str]) -> tuple[Place, ...]:
     devices = named if len(named) == gpus else [str(index) for index in range(gpus)]
     if not devices:
         return tuple(Place(index % nodes) for index in range(count))
-    return tuple(Place(index // gpus % nodes, devices[index % gpus]) for index in range(count))
+    here = gpus // each  # engines of a node
+    if count and not here:
+        raise ConfigError(
+            f"reserved.gpus_per_engine = {each}, and the training job has {gpus} GPUs on a node",
+            "ask for more with --gpus-per-node, lower it, or set reserved.workers = 0",
+        )
+    shares = [",".join(devices[first : first + each]) for first in range(0, here * each, each)]
+    return tuple(Place(index // here % nodes, shares[index % here]) for index in range(count))
 
 
 def step_argv(engine: Sequence[str], place: Place, nodes: int) -> list[str]:
@@ -63,7 +72,7 @@ def step_argv(engine: Sequence[str], place: Place, nodes: int) -> list[str]:
     argv = ["srun", "--overlap", "--ntasks=1", "--nodes=1", "--mpi=none"]
     if nodes > 1:
         argv.append(f"--relative={place.node}")
-    return [*argv, *(["env", f"CUDA_VISIBLE_DEVICES={place.gpu}"] if place.gpu else []), *engine]
+    return [*argv, *(["env", f"CUDA_VISIBLE_DEVICES={place.gpus}"] if place.gpus else []), *engine]
 
 
 # ---------------------------------------------------------------- when
@@ -109,9 +118,9 @@ def die_with_parent() -> None:
 class Engine:
     """One reserved engine, started again with a growing wait whenever it ends. What it writes to standard error is passed on."""
 
-    def __init__(self, argv: Sequence[str], environ: Mapping[str, str], number: int) -> None:
+    def __init__(self, argv: Sequence[str], environ: Mapping[str, str], number: int, gpus: int = 1) -> None:
         self._argv = list(argv)
-        self._environ = dict(environ) | {"SCAVENGER_GPUS": "1", "SCAVENGER_SLOT": str(number)}
+        self._environ = dict(environ) | {"SCAVENGER_GPUS": str(gpus), "SCAVENGER_SLOT": str(number)}
         self._number = number
         self._lives = 0
         self._tail = b""

@@ -140,7 +140,7 @@ class Stepper:
         if step not in self._ahead:
             self.ask(step, version, problems, more=more)
         work = self._ahead.pop(step)
-        work.capacity = Capacity(self._ranks.size, self._config.run.gpus_per_engine, started)
+        work.capacity = self._capacity(started)
         fleet = self._run.fleet
         machine, actions = phases.begin(
             self._plan(problems), harvested=fleet.harvested, reserved_awake=self.reserved_awake, now=time.monotonic(),
@@ -176,9 +176,12 @@ class Stepper:
             round_groups=self._ranks.size,
         )
 
+    def _capacity(self, now: float) -> Capacity:
+        return Capacity(self._ranks.size, self._config.run.gpus_per_engine, self._config.reserved.gpus_per_engine, now)
+
     def _submit(self, step: int, version: int, problems: Sequence[Problem], staleness: int, more: More) -> _Work:
         config = self._config
-        capacity = Capacity(self._ranks.size, config.run.gpus_per_engine, time.monotonic())
+        capacity = self._capacity(time.monotonic())
         work = _Work(step, version, more, width=config.model.context_length, mini_batch={}, submitted=set(), capacity=capacity)
         work.staleness = staleness
         if not self._scoring.recipe.dynamic:

@@ -51,6 +51,11 @@ def total(parts: Iterable[Sum]) -> Sum:
     return sum(parts, NOTHING)
 
 
+def same(now: Mapping[str, Sum], then: Mapping[str, Sum]) -> bool:
+    """Whether every tensor is what it was."""
+    return now.keys() == then.keys() and all(of.agrees(then[name]) for name, of in now.items())
+
+
 def checksum(tensor: Tensor) -> Sum:
     """The checksum of a tensor of any shape, device and floating dtype. -0.0 counts as 0.0."""
     value, finite = 0, True

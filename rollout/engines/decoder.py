@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from rollout.engines.base import Delta, Request, Weight
-from rollout.engines.checksum import Sum, checksum
+from rollout.engines.checksum import Sum, checksum, same
 from rollout.engines.norms import wide_norms
 from rollout.engines.published import STORED, parse_config
 from rollout.engines.sampling import Draws, draw
@@ -69,7 +69,7 @@ def build_model(config: Any, dtype: torch.dtype, device: str) -> Any:
 class Decoder:
     """The running batch. All methods are called from one thread."""
 
-    def __init__(self, spec: EngineSpec, device: str = "cpu") -> None:
+    def __init__(self, spec: EngineSpec, device: str = "cpu", *, sleeps: bool = False) -> None:
         if spec.dtype not in DTYPES:
             raise EngineError(f"dtype {spec.dtype!r} is none of {sorted(DTYPES)}", "set another dtype for the engine")
         self._device = device
@@ -80,6 +80,8 @@ class Decoder:
         self._cache = SlotCache(spec.max_batch, spec.context_length)
         self._rows: list[_Row] = []
         self._waiting: list[Request] = []
+        self._sleeps = sleeps
+        self._held: dict[str, Sum] = {}  # what an engine that sleeps held when it was loaded
         self.loaded = False
 
     @property
@@ -92,7 +94,7 @@ class Decoder:
 
         `summed`: returns the checksum of each as it was given, once the model was read back and holds just that; else nothing.
         """
-        self.loaded = False
+        self.loaded, self._held = False, {}
         given: dict[str, Sum] = {}
         due: dict[str, Sum] = {}  # of the model's own tensors
         self.clear()
@@ -120,8 +122,11 @@ class Decoder:
         if wrong := sorted(name for name, value in due.items() if not checksum(state[name]).agrees(value)):
             cause = f"{len(wrong)} weights do not sit in the engine as they were given, the first is {wrong[0]!r}"
             raise WeightsDiffer(cause, f"the version is loaded again; {SUSPECT_MEMORY}")
-        self.loaded = True
+        self.loaded, self._held = True, self._sums() if self._sleeps else {}
         return given
+
+    def _sums(self) -> dict[str, Sum]:
+        return {name: checksum(tensor) for name, tensor in self._model.state_dict().items()}
 
     def clear(self) -> None:
         """Forget all requests and cache entries; gives the cache's memory back."""
@@ -134,7 +139,11 @@ class Decoder:
         self._model.to("cpu")
 
     def restore(self) -> None:
+        """Take the memory again. Raises `WeightsDiffer` unless the weights are what they were when they were loaded."""
         self._model.to(self._device)
+        if self._held and not same(self._sums(), self._held):
+            cause = "the weights did not come out of sleep as they went into it"
+            raise WeightsDiffer(cause, f"the engine is started anew; {SUSPECT_MEMORY}")
 
     @torch.inference_mode()
     def step(self, joining: Sequence[Request], leaving: Sequence[int]) -> list[Delta]:

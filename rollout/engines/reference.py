@@ -37,12 +37,12 @@ T = TypeVar("T")
 NAME = "reference"
 
 
-async def build(spec: EngineSpec, _host: Host) -> ReferenceEngine:
+async def build(spec: EngineSpec, host: Host) -> ReferenceEngine:
     """Build the model in the engine's own thread, without weights. It computes on one GPU. Raises `EngineError`."""
     executor = ThreadPoolExecutor(1, thread_name_prefix="engine")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        decoder = await asyncio.get_running_loop().run_in_executor(executor, Decoder, spec, device)
+        decoder = await asyncio.get_running_loop().run_in_executor(executor, lambda: Decoder(spec, device, sleeps=host.sleeps))
     except BaseException:
         executor.shutdown(wait=False)
         raise

@@ -28,7 +28,7 @@ from rollout.engines.base import Delta, EngineInfo, Host, Request, Weight, refus
 from rollout.engines.checksum import Sum
 from rollout.engines.memory_file import MemoryFile
 from rollout.engines.seeds import lease_seed
-from scavenger.errors import EngineError, told
+from scavenger.errors import SUSPECT_MEMORY, EngineError, WeightsDiffer, told
 from scavenger.wire import EngineSpec
 
 NAME = "vllm"
@@ -97,6 +97,7 @@ class VllmEngine:
         self._serial = 0
         self._made = 0
         self._version = -1
+        self._held: list[Any] = []  # what each rank held of it when it was verified
         self._weights_lock = asyncio.Lock()
         self._wipes = 0
         self._usable = False
@@ -143,7 +144,7 @@ class VllmEngine:
         with await self._in_thread(MemoryFile, views) as memory:
             answers = await self._call(llm.collective_rpc("scavenger_load", CALL_S, (memory.path, memory.table)))
         self._verify(version, answers)
-        self._version = version
+        self._version, self._held = version, [held for _, held, _, _ in answers]
         return checksum.digest({names[name]: value for name, value in _sums(answers[0][3]).items()})
 
     async def _go_on(self) -> None:
@@ -168,7 +169,8 @@ class VllmEngine:
         tied = {name: names[0] for names in self._layout.tied for name in names}
         wrong = checksum.faults(given, [_sums(held) for _, held, _, _ in answers], packed, tied, self._kv_heads)
         if wrong:
-            raise EngineError(f"version {version} does not sit in the engine as published: {wrong[0]} ({len(wrong)} in all)")
+            cause = f"version {version} does not sit in the engine as published: {wrong[0]} ({len(wrong)} in all)"
+            raise WeightsDiffer(cause, f"it is loaded again; {SUSPECT_MEMORY}")
         whole = checksum.total(given.values())
         _log.info("engine.verified", version=version, checksum=f"{whole.value:016x}", elements=whole.numel, parameters=len(answers[0][1]))
 
@@ -251,6 +253,7 @@ class VllmEngine:
         pending, self._pending = self._pending, None
         if pending is None:
             await self._call(self._llm.wake_up())
+            await self._find_again()
         else:
             # First the weights alone: the cache's memory is not needed while they are replaced.
             await self._call(self._llm.wake_up(["weights"]))
@@ -260,6 +263,15 @@ class VllmEngine:
             await self._call(self._llm.wake_up(["kv_cache"]))
         await self._go_on()  # what the trainer left in that memory is in the cache's now
         self._asleep = False
+
+    async def _find_again(self) -> None:
+        """Raises `WeightsDiffer` unless each rank holds what it did when its version was verified: it was elsewhere meanwhile."""
+        if not self._held:
+            return  # nothing was loaded, and nothing is generated
+        found = await self._call(self._llm.collective_rpc("scavenger_held", CALL_S))
+        if not all(checksum.same(_sums(now), _sums(then)) for now, then in zip(found, self._held, strict=True)):
+            cause = f"version {self._version} did not come out of sleep as it went into it"
+            raise WeightsDiffer(cause, f"the engine is started anew; {SUSPECT_MEMORY}")
 
     def progress(self) -> int:
         return self._made

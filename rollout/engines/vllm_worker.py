@@ -100,6 +100,10 @@ class Extension:
         _repack_embeddings(model)
         return published, held(model), packed, given
 
+    def scavenger_held(self) -> Sums:
+        """The checksums of what this rank holds now."""
+        return held(self.model_runner.get_model())
+
     def scavenger_wipe(self) -> None:
         """Zero the cache. Entries beyond a sample's end are masked, and a masked NaN still poisons attention (0 * NaN)."""
         for cache in self.model_runner.kv_caches:

@@ -104,6 +104,16 @@ class EngineSection(Section):
     pace: Annotated[float, Field(ge=0)] = 0.0  # tokens a second and sample at most; 0 = unpaced
     gpu_memory_share: Annotated[float, Field(gt=0, le=1)] = 0.9  # of a GPU's memory that vLLM takes
     eager: bool = False  # vLLM: no compilation and no CUDA graphs
+    pause: Literal["abort", "keep"] = "abort"  # what becomes of samples under way when other weights come
+
+    @model_validator(mode="after")
+    def _pause(self) -> EngineSection:
+        if self.pause == "keep":
+            raise ValueError(
+                'engine.pause = "keep" would finish a sample with other weights than began it, and every token of a sample carries one '
+                'version; leave it at "abort": what was generated stays, and another engine goes on with the same version'
+            )
+        return self
 
 
 class RewardSection(Section):
@@ -171,6 +181,7 @@ class ReservedSection(Section):
     """Engines on the training job's own GPUs. `window` is the share of a step's samples after which they sleep."""
 
     workers: NonNegative = 1
+    gpus_per_engine: Positive = 1  # of the training job's, on one node
     window: Share = 0.5
     wake_after_s: Seconds = 5.0  # no harvested engine for this long with samples outstanding: wake
 
@@ -221,6 +232,7 @@ class MonitorSection(Section):
     wandb: Literal["off", "offline", "online"] = "off"
     wandb_project: Annotated[str, Field(min_length=1, max_length=128)] = "scavenger"
     wandb_entity: str = ""  # empty = the user's own
+    mismatch_alarm: Annotated[float, Field(ge=0)] = 0.02  # mean k3 of trainer and engines above which a step says so; 0 = never
 
 
 class RunConfig(Section):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import datetime
 import zoneinfo
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from scavenger.cluster.model import ClusterInfo, ClusterView
 from scavenger.config import DaemonConfig, Hours
@@ -63,8 +63,27 @@ def limits_of(
     by_qos: bool = False,
 ) -> Limits:
     """What the configuration and the nodes' health allow now. `restricted`: only named users may use the harvest partition."""
-    harvest, cluster = config.harvest, config.cluster
     not_before, why = health.backoff()
+    return replace(
+        _configured(config, now),
+        leave_s=leave_s,
+        could_start_since=could_start_since,
+        by_qos=by_qos,
+        user=user,
+        stop=stop.reason if stop is not None else "",
+        stop_now=stop is not None and stop.at_once,
+        hidden=hidden,
+        blind=bool(hidden) and not (restricted or config.harvest.sole_user),
+        preempted_last_hour=preempted_last_hour,
+        quarantined=health.quarantined(now),
+        not_before=not_before,
+        not_before_reason=why,
+    )
+
+
+def _configured(config: DaemonConfig, now: float) -> Limits:
+    """What the configuration alone allows at this hour."""
+    harvest, cluster = config.harvest, config.cluster
     hours = hours_now(harvest.schedule, harvest.timezone, now)
     return Limits(
         partition=harvest.partition,
@@ -82,26 +101,14 @@ def limits_of(
         memory_mb_per_engine=harvest.memory_mb_per_engine,
         stale_s=stale_s(config),
         horizon_s=cluster.observe_s,
-        leave_s=leave_s,
         courtesy_window_s=harvest.courtesy_window_s,
         courtesy_after_s=harvest.courtesy_after_s,
-        could_start_since=could_start_since,
         peer_yield_s=harvest.peer_yield_s,
-        by_qos=by_qos,
         drain_before_s=harvest.drain_before_s,
         min_life_s=min(LEAST_LIFE_S, harvest.time_limit_s) + harvest.drain_before_s,
         fresh_after_s=harvest.fresh_after_s,
         pin=harvest.placement == "node" and not harvest.constraint,  # which nodes have the features is Slurm's to know
-        user=user,
-        stop=stop.reason if stop is not None else "",
-        stop_now=stop is not None and stop.at_once,
-        hidden=hidden,
-        blind=bool(hidden) and not (restricted or harvest.sole_user),
-        preempted_last_hour=preempted_last_hour,
         max_preemptions_per_hour=harvest.max_preemptions_per_hour,
-        quarantined=health.quarantined(now),
-        not_before=not_before,
-        not_before_reason=why,
     )
 
 

@@ -7,7 +7,7 @@ the daemon was away keeps what the ledger says it holds.
 from __future__ import annotations
 
 from scavenger.ledger import records as rec
-from scavenger.router import orders, workers
+from scavenger.router import orders, refusals, workers
 from scavenger.router import samples as sm
 from scavenger.router.core import Core
 from scavenger.router.events import Identity
@@ -34,14 +34,7 @@ def hello(core: Core, conn: int, identity: Identity, hello: WorkerHello) -> None
     """Greet a worker, new or back again, or say why not."""
     refusal = _hello_fault(core, identity, hello)
     if refusal is not None:
-        if not refusal.retry:
-            if core.told(identity.public_key):
-                core.event("hello_refused", 0, hello.run, refusal.reason, node=hello.node, job_id=hello.job_id)
-            else:
-                core.count("hello_refused")
-        # Refused, its job would fail: counted against its node. A worker of another release is asked to leave instead.
-        drained = hello.kind == "harvested" and not _speaks(hello)
-        core.send(conn, Drain(f"{refusal.reason}; {refusal.remedy}") if drained else refusal)
+        _refuse(core, conn, identity, hello, refusal)
         return
     run = core.runs[hello.run]
     same = (hello.session, identity.intent_id, hello.kind)
@@ -52,16 +45,7 @@ def hello(core: Core, conn: int, identity: Identity, hello: WorkerHello) -> None
         core.send(conn, Rejected(why, "look at the log of its job; it is tried again", retry=True))
         return
     run.dirty = True
-    if worker is None:
-        for other in _siblings(run, identity):
-            workers.gone(core, other, "a later incarnation greeted", crashed=False)
-        _slot_taken(core, run, hello)
-        worker = _join(core, conn, identity, hello, run)
-    else:
-        workers.disconnect(core, worker)
-        worker.conn, worker.last_seen, worker.suspect = conn, core.now, False
-        if worker.status is WorkerStatus.AWAY:
-            worker.status = WorkerStatus.LOADING
+    worker = _join(core, conn, identity, hello, run) if worker is None else _back(core, conn, worker)
     core.by_conn[conn] = worker
     worker.protocol = hello.protocol
     worker.cache_tokens, worker.best_batch = hello.cache_tokens, hello.best_batch
@@ -73,7 +57,9 @@ def hello(core: Core, conn: int, identity: Identity, hello: WorkerHello) -> None
     pace = (limits.heartbeat_s, limits.flush_ms, limits.flush_tokens)
     core.send_durable(conn, Welcome(worker.id, core.generation, run.name, run.engine, *pace, core.ledger, relay=True))
     worker.loaded_version = worker.asked_version = _proved_version(run, hello)
-    _resume_leases(core, worker, hello.held, foreign=core.foreign(hello.ledger))
+    if worker.loaded_version >= 0:
+        refusals.proved(run, worker.loaded_version)
+    _resume_leases(core, worker, hello)
     if hello.leaving:
         worker.status, worker.drain_reason = WorkerStatus.DRAINING, worker.drain_reason or "it greeted to say goodbye"
     if worker.kind == "reserved" and not run.reserved_awake and worker.status in (WorkerStatus.LOADING, WorkerStatus.READY):
@@ -96,9 +82,30 @@ def advanced(core: Core, run: Run) -> None:
         core.advanced(f"greets {peer}")
 
 
+def _refuse(core: Core, conn: int, identity: Identity, hello: WorkerHello, refusal: Rejected) -> None:
+    if not refusal.retry:
+        if core.told(identity.public_key):
+            core.event("hello_refused", 0, hello.run, refusal.reason, node=hello.node, job_id=hello.job_id)
+        else:
+            core.count("hello_refused")
+    # Refused, its job would fail: counted against its node. A worker of another release is asked to leave instead.
+    drained = hello.kind == "harvested" and not _speaks(hello)
+    core.send(conn, Drain(f"{refusal.reason}; {refusal.remedy}") if drained else refusal)
+
+
 def _proved_version(run: Run, hello: WorkerHello) -> int:
     """The version that the worker has loaded, if its hashes say that it is the ledger's; else -1: it is asked to load."""
     return -1 if run.unproved(hello.loaded_version, hello.loaded_root, hello.loaded_merged) else hello.loaded_version
+
+
+def _disowned(run: Run, hello: WorkerHello) -> int:
+    """The version that the worker holds as other weights than were published, by what it says itself; -1: it says no such thing (as those
+    of older releases, or of a version whose digest was stated after it was loaded, say nothing)."""
+    known = run.versions.get(hello.loaded_version)
+    if known is None or not hello.loaded_root:
+        return -1
+    other = known.root != hello.loaded_root or (known.merged and hello.loaded_merged not in (b"", known.merged))
+    return known.version if other else -1
 
 
 def _siblings(run: Run, identity: Identity) -> list[Worker]:
@@ -167,7 +174,18 @@ def _hello_fault(core: Core, identity: Identity, hello: WorkerHello) -> Rejected
     return None
 
 
+def _back(core: Core, conn: int, worker: Worker) -> Worker:
+    workers.disconnect(core, worker)
+    worker.conn, worker.last_seen, worker.suspect = conn, core.now, False
+    if worker.status is WorkerStatus.AWAY:
+        worker.status = WorkerStatus.LOADING
+    return worker
+
+
 def _join(core: Core, conn: int, identity: Identity, hello: WorkerHello, run: Run) -> Worker:
+    for other in _siblings(run, identity):
+        workers.gone(core, other, "a later incarnation greeted", crashed=False)
+    _slot_taken(core, run, hello)
     worker = Worker(
         core.next_worker_id, run, hello.kind, identity.intent_id, hello.session, hello.incarnation,
         hello.job_id, hello.node, hello.gpus, conn, WorkerStatus.LOADING, core.now, idle_since=core.now, slot=hello.slot,
@@ -185,19 +203,25 @@ def _join(core: Core, conn: int, identity: Identity, hello: WorkerHello, run: Ru
     return worker
 
 
-def _resume_leases(core: Core, worker: Worker, held: tuple[Held, ...], *, foreign: bool) -> None:
-    """Reconcile what a greeting worker holds with what it may hold: nothing, if it was leased in another history of the ledger."""
-    may = () if foreign else tuple(h for h in held if workers.may_hold(core, worker, h))
+def _resume_leases(core: Core, worker: Worker, hello: WorkerHello) -> None:
+    """Reconcile what a greeting worker holds with what it may hold.
+
+    Nothing, if it was leased in another history of the ledger; nothing that it generates with weights that nobody published (I8).
+    """
+    foreign, disowned = core.foreign(hello.ledger), _disowned(worker.run, hello)
+    known = () if foreign else tuple(h for h in hello.held if workers.may_hold(core, worker, h))
+    may = tuple(h for h in known if core.samples[h.sample_id].lease_version != disowned)
+    other = worker.run.unproved(disowned, hello.loaded_root, hello.loaded_merged)
     holds = {(h.sample_id, h.epoch) for h in may}
     for sample in list(worker.leases.values()):
         if (sample.id, sample.epoch) not in holds:
-            sm.release(core, sample, "the worker does not hold it any more")
+            sm.release(core, sample, other if sample.lease_version == disowned else "the worker does not hold it any more")
         elif sample.status is SampleStatus.UNCONFIRMED:
             sample.step("confirm")
-    stale = tuple((h.sample_id, h.epoch) for h in held if h not in may)
+    stale = tuple((h.sample_id, h.epoch) for h in hello.held if h not in may)
     if stale:
-        why = "it was leased in another history of the ledger" if foreign else "the sample moved on while the worker was away"
-        core.peer_event(worker, "stale_leases", f"worker {worker.id}", why, count=len(stale))
+        moved = "it was leased in another history of the ledger" if foreign else "the sample moved on while the worker was away"
+        core.peer_event(worker, "stale_leases", f"worker {worker.id}", other if may != known else moved, count=len(stale))
         core.send_durable(worker.conn, Revoke(stale, "the sample moved on"))
     durable = tuple(Held(h.sample_id, h.epoch, core.samples[h.sample_id].durable) for h in may)
     if durable:

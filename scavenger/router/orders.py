@@ -5,6 +5,7 @@ An order may be lost, so each may be repeated without harm, and is, until what t
 
 from __future__ import annotations
 
+from scavenger.router import refusals
 from scavenger.router import samples as sm
 from scavenger.router.core import Core
 from scavenger.router.policy import Toggled, WorkerReady
@@ -55,8 +56,11 @@ def loaded(core: Core, worker: Worker, message: WeightsLoaded, version: int) -> 
     if refusal := worker.run.unproved(version, message.root, message.merged):
         core.peer_event(worker, "weights_refused", f"worker {worker.id}", refusal, version=version, node=worker.node)
         drain(core, worker, refusal)
+        if message.merged:
+            refusals.refused(core, worker, version, refusal)
         return
     worker.run.directory.settled(worker.id)
+    refusals.proved(worker.run, version)
     first, worker.loaded_version = worker.loads == 0, version
     worker.cache_tokens, worker.best_batch = message.cache_tokens, message.best_batch
     worker.loads += 1
@@ -99,6 +103,8 @@ def load_failed(core: Core, worker: Worker, message: WeightsFailed) -> None:
     worker.run.directory.settled(worker.id)
     worker.asked_version, worker.asked_at = worker.loaded_version, core.now
     core.peer_event(worker, "weights_failed", f"worker {worker.id}", message.reason, version=message.version)
+    if message.refused:
+        refusals.refused(core, worker, message.version, message.reason)
     if worker.load_failures >= MAX_LOAD_FAILURES:
         drain(core, worker, f"weights could not be loaded {worker.load_failures} times: {message.reason}")
 

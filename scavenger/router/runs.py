@@ -266,6 +266,7 @@ def _publish_again(known: Version, body: PublishVersion, base: bytes, merged: by
         return Denied("invalid", why, f"publish it under another number; {ONE_RELEASE}")
     if known.merged and not merged:  # engines would find nothing to compare with in it, and be refused for that
         body = msgspec.structs.replace(body, manifest=manifests.stating(body.manifest, known.merged))
+    known.proved &= merged in (b"", known.merged)  # stated later, it is another claim: who held the version was never asked for it
     known.sources, known.manifest = body.sources, body.manifest  # that of an old version was let go
     known.base, known.merged = base, merged or known.merged
     return Ok()

@@ -178,6 +178,8 @@ class Version:
     sources: tuple[WeightSource, ...] = ()  # none: published before the daemon restarted, not announced again yet
     base: bytes = b""  # root of the version that its adapters are merged with; empty: it holds weights
     merged: bytes = b""  # digest of what its trainer makes of both; empty: it states none, and nothing is compared
+    proved: bool = False  # an engine holds it as it was published
+    refusers: dict[int, str] = field(default_factory=dict)  # engines that had all of it and would not serve it -> nodes; until one does
 
 
 @dataclass(slots=True)

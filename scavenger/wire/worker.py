@@ -130,10 +130,14 @@ class WeightsLoaded(Message, frozen=True):
 
 
 class WeightsFailed(Message, frozen=True):
-    """A version could not be completed or verified; the old one (or none) is in place."""
+    """A version could not be completed or verified; the old one (or none) is in place.
+
+    `refused`: every byte came and was verified, and the engine does not serve them: they are not its model's, or came out otherwise in it.
+    """
 
     version: int
     reason: Words
+    refused: bool = False
 
 
 class Serving(Message, frozen=True):

@@ -226,7 +226,7 @@ def test_a_function_whose_version_is_another_for_each_sample_is_purged_without_a
 
 def test_our_own_trainer_says_only_what_is_known() -> None:
     assert set(summarise([], {}, divisor=0.0)) <= discretion.METRICS
-    assert set(Sources().figures(1.0) | Capacity(1, 1, 0.0).figures()) <= discretion.METRICS
+    assert set(Sources().figures(1.0) | Capacity(1, 1, 1, 0.0).figures()) <= discretion.METRICS
     answers = [evaluation.Judgement(1.0, 3, cut=False)] * 9
     assert set(evaluation.summarise([answers], [answers])) <= discretion.METRICS
     assert discretion.is_known(ENDED_BY_LENGTH)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 
 from rollout.engines.base import Delta, EngineInfo, Host, Request, Weight
@@ -22,6 +22,8 @@ WHO = Identity("harvested", "run", "5e55", 0, 17, "node1", 1, "scripted", "0", 9
 SPEC = EngineSpec("scripted", "{}", "float64", 8, 128)
 BEAT_S = 0.1
 QUICK = Limits(hello_s=0.3, backoff_s=0.02, drain_s=1.0)
+#: The fixture `play`: runs a test's coroutine on a stage.
+Play = Callable[[Callable[["Stage"], Awaitable[None]]], None]
 
 
 class Scripted:
@@ -140,3 +142,20 @@ class Stage:
         leave = await asyncio.wait_for(self.worker, within_s)
         assert leave.code == code
         return leave
+
+
+async def beat(stage: Stage, until: Callable[[wire.Heartbeat], bool] = lambda _beat: True) -> None:
+    """Wait for a further heartbeat that says so."""
+    async with asyncio.timeout(5.0):
+        while True:
+            count = len(stage.daemon.beats)
+            while len(stage.daemon.beats) == count:
+                await asyncio.sleep(BEAT_S / 4)
+            if until(stage.daemon.beats[-1]):
+                return
+
+
+def kind_of(reason: str) -> str:
+    """An unforeseen error's type and file, which is all that the daemon is told of it: its words may quote a prompt."""
+    assert reason.endswith("(its own words are in the log of the process)")
+    return reason.partition(":")[0]

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import msgspec
-import pytest
-
 from scavenger.router import orders
-from scavenger.weights import manifest as manifests
 from scavenger.weights.directory import PEERS
 from scavenger.wire import (
     BaseWeights,
     Denied,
-    Drain,
     Goodbye,
     Ok,
     PublishVersion,
@@ -24,16 +19,13 @@ from scavenger.wire import (
 )
 from tests.router.harness import SOURCE, Bench, root, specs, started
 from tests.router.moves import W1, W2, finish_all
+from tests.router.versions import asked, made
 
 W3 = 13
 
 
 def engine(number: int, complete: bool = True) -> WeightSource:
     return WeightSource(f"tcp://engine{number}:1", "", b"t", complete=complete)
-
-
-def asked(bench: Bench, conn: int) -> list[UseWeights]:
-    return bench.take(conn, UseWeights)
 
 
 def holding(bench: Bench, conn: int, number: int, version: int = 1) -> None:
@@ -193,14 +185,6 @@ def test_an_old_version_is_forgotten_with_its_holders() -> None:
 # ---------------------------------------------------------------- adapters and their base
 
 
-def made(number: int, base: bytes = b"", step: int = 0) -> PublishVersion:
-    """A version as a trainer publishes it: adapters where `base` names what they are merged with."""
-    adapter = manifests.Adapter(base, 2.0, "bfloat16") if base else None
-    value = memoryview(bytes([number if base else 0]))  # all bases are equal
-    manifest, _ = manifests.build(number, {"w": ("int8", (1,), value)}, adapter=adapter)
-    return PublishVersion(number, step, manifest.root, manifests.encode(manifest), (SOURCE,))
-
-
 def with_adapters() -> tuple[Bench, PublishVersion, PublishVersion]:
     """A bench whose run published a base, 1, and adapters, 2, of which one sample is asked."""
     bench = Bench()
@@ -290,108 +274,3 @@ def test_a_base_outlives_the_versions_between_and_a_restart_of_the_daemon() -> N
     bench.submit(version=8, step=2, groups=specs(1, n=1))
     bench.hello(W2)
     assert asked(bench, W2)[-1].base == BaseWeights(1, base.manifest, (SOURCE,), base.root)
-
-
-# ---------------------------------------------------------------- what engines merged
-
-
-def stating(number: int, base: bytes, merged: bytes) -> PublishVersion:
-    """Adapters of which their trainer says what they make of their base."""
-    body = made(number, base)
-    manifest = msgspec.structs.replace(manifests.decode(body.manifest), merged=merged)
-    return msgspec.structs.replace(body, manifest=manifests.encode(manifest))
-
-
-def with_stated() -> tuple[Bench, PublishVersion]:
-    bench = Bench()
-    bench.open()
-    base = made(1)
-    adapters = stating(2, base.root, MERGED)
-    assert [bench.call(base), bench.call(adapters)] == [Ok(), Ok()]
-    bench.submit(version=2, groups=specs(1, n=2))
-    bench.auto = True
-    return bench, adapters
-
-
-MERGED, OTHER = b"m" * 32, b"o" * 32
-
-
-def test_an_engine_that_merged_to_what_its_trainer_merged_gets_samples() -> None:
-    bench, adapters = with_stated()
-    bench.hello(W1)
-    bench.say(W1, WeightsLoaded(2, adapters.root, merged=MERGED))
-    assert [lease.version for lease in bench.leases(W1)] == [2, 2]
-    assert bench.events("weights_refused") == []
-
-
-@pytest.mark.parametrize(("found", "said"), [(OTHER, f"({OTHER.hex()[:16]})"), (b"", "(says nothing of its sum)")], ids=["other", "none"])
-def test_an_engine_that_merged_to_other_weights_gets_no_sample_and_leaves_with_cause_and_remedy(found: bytes, said: str) -> None:
-    bench, adapters = with_stated()
-    bench.hello(W1)
-    bench.say(W1, WeightsLoaded(2, adapters.root, merged=found))
-    assert bench.leases(W1) == []
-    (event,) = bench.events("weights_refused")
-    assert f"version 2 to other weights {said} than its trainer ({MERGED.hex()[:16]})" in event.reason
-    assert "run engines and trainer of one release" in event.reason
-    (drained,) = bench.take(W1, Drain)
-    assert drained.reason == event.reason, "its own log says which, too"
-    bench.hello(W2)
-    bench.say(W2, WeightsLoaded(2, adapters.root, merged=MERGED))
-    assert len(bench.leases(W2)) == 2, "others serve the run"
-
-
-def test_what_was_merged_is_compared_again_at_each_greeting_also_after_a_restart_of_the_daemon() -> None:
-    bench, adapters = with_stated()
-    bench.restart()
-    bench.attach()
-    base = made(1)
-    assert [bench.call(base), bench.call(adapters)] == [Ok(), Ok()]
-    bench.hello(W1, loaded=2, loaded_root=adapters.root, loaded_merged=OTHER)
-    assert [order.version for order in asked(bench, W1)] == [2], "not believed: it is asked to load, and to say what it has"
-    bench.say(W1, WeightsLoaded(2, adapters.root, merged=OTHER))
-    assert bench.leases(W1) == []
-    assert len(bench.take(W1, Drain)) == 1
-    bench.hello(W2, loaded=2, loaded_root=adapters.root, loaded_merged=MERGED)
-    assert asked(bench, W2) == []
-    assert [lease.version for lease in bench.leases(W2)] == [2, 2]
-
-
-def test_a_restored_ledger_knows_what_was_merged_before_its_trainer_is_back() -> None:
-    bench, adapters = with_stated()
-    bench.restart()
-    assert bench.router.core.runs["r"].unproved(2, adapters.root, MERGED) == ""
-    assert "other weights" in bench.router.core.runs["r"].unproved(2, adapters.root, OTHER)
-
-
-def test_the_same_adapters_are_not_published_as_merged_to_something_else() -> None:
-    bench, adapters = with_stated()
-    answer = bench.call(stating(2, made(1).root, OTHER))
-    assert isinstance(answer, Denied)
-    assert f"merged to {MERGED.hex()[:16]}" in answer.reason
-    assert f"to {OTHER.hex()[:16]}" in answer.reason
-    bench.hello(W1)
-    (order,) = asked(bench, W1)
-    assert manifests.merged_of(order.manifest) == MERGED
-    bench.say(W1, WeightsLoaded(2, adapters.root, merged=OTHER))
-    assert bench.leases(W1) == []
-
-
-def test_what_adapters_are_merged_to_stays_stated_when_they_are_published_again_without_it() -> None:
-    bench, adapters = with_stated()
-    assert bench.call(made(2, made(1).root)) == Ok()
-    bench.hello(W1)
-    (order,) = asked(bench, W1)
-    assert manifests.decode(order.manifest) == manifests.decode(adapters.manifest), "engines still have what to compare with"
-    bench.say(W1, WeightsLoaded(2, adapters.root))
-    assert bench.leases(W1) == []
-    bench.hello(W2)
-    bench.say(W2, WeightsLoaded(2, adapters.root, merged=MERGED))
-    assert len(bench.leases(W2)) == 2
-
-
-def test_what_adapters_are_merged_to_may_be_stated_later() -> None:
-    bench, adapters = with_stated()
-    bench.call(made(3, made(1).root))
-    assert bench.call(stating(3, made(1).root, MERGED)) == Ok()
-    assert "other weights" in bench.router.core.runs["r"].unproved(3, made(3, made(1).root).root, OTHER)
-    assert adapters.version == 2

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scavenger.config import EngineSection, RunConfig
+from scavenger.config import EngineSection, ReservedSection, RunConfig
 from scavenger.errors import ConfigError
 from trainer import launch, reserved
 
@@ -47,6 +47,16 @@ def test_under_slurm_each_engine_is_a_step_of_its_own() -> None:
     assert launch.rank_argv(made, {})[:4] == ["srun", "--mpi=pmix", "--overlap", "--ntasks=2"]
     assert launch.engine_argv(made, 0)[:3] == ["srun", "--overlap", "--ntasks=1"]
     assert launch.environment({"SLURM_JOB_ID": "7"}, root=False)["SCAVENGER_JOB_ID"] == "7"
+
+
+def test_reserved_engines_of_several_gpus_are_told_so_and_see_those_alone() -> None:
+    config = CONFIG.model_copy(update={"reserved": ReservedSection(workers=2, gpus_per_engine=2)})
+    environ = {"SCAVENGER_PYTHON": "/py", "SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_GPUS_ON_NODE": "4", "SCAVENGER_MPI": "srun"}
+    made = launch.plan(config, Path("/run.toml"), (), environ)
+    assert [launch.engine_argv(made, number)[6] for number in range(2)] == ["CUDA_VISIBLE_DEVICES=0,1", "CUDA_VISIBLE_DEVICES=2,3"]
+    assert made.engine_gpus == 2
+    with pytest.raises(ConfigError, match="has 1 GPUs on a node"):
+        launch.plan(config, Path("/run.toml"), (), environ | {"SLURM_GPUS_ON_NODE": "1"})
 
 
 def test_the_local_backend_ignores_an_outer_slurm_job() -> None:

@@ -37,6 +37,8 @@ class Script:
         self.out_dir = Path()
         self.asked: list[tuple[int, int, int]] = []  # step, version, staleness
         self.taken: list[tuple[int, int]] = []  # of the data: position and count
+        self.metrics: dict[str, float] = {}
+        self.said: list[str] = []
         self._die_at = die_at
         self._waiting: list[Any] = []
 
@@ -79,7 +81,7 @@ class Script:
     def step(self, step: int, version: int, problems: Any, more: Any) -> Any:
         if self.replaces:
             more(step)  # replaces as many prompts as its number
-        return SimpleNamespace(metrics={}, outcomes=(), phase_log=())
+        return SimpleNamespace(metrics=self.metrics, outcomes=(), phase_log=())
 
     def submit(self, step: int, version: int, groups: Sequence[wire.GroupSpec], purpose: str) -> tuple[int, ...]:
         self._waiting = [
@@ -122,7 +124,7 @@ def attempt(out_dir: Path, script: Script, monkeypatch: pytest.MonkeyPatch, keep
     path = checkpoint.select(out_dir, "auto")
     start = loop.Start(checkpoint.read_state(path).step, "01", path, checkpoint.read_state(path).cursor) if path else loop.Start()
     parts: Any = script
-    monitor: Any = SimpleNamespace(step=lambda *args: None, evaluation=lambda *args: None)
+    monitor: Any = SimpleNamespace(step=lambda *args: None, evaluation=lambda *args: None, say=script.said.append)
     loop.Loop(config, parts, parts, parts, parts, wire.Sampling(8, 1.0, 1.0, 0, ()), monitor, start).run()
 
 
@@ -212,3 +214,13 @@ def test_with_a_step_in_advance_its_samples_are_asked_for_before_the_step_before
     attempt(tmp_path, resumed, monkeypatch, ahead=1)
     assert resumed.asked == [(3, 1, 0), (4, 1, 1)]
     assert resumed.taken == script.taken[2:]
+
+
+@pytest.mark.parametrize(("k3", "lines"), [(0.5, 4), (1e-4, 0)])
+def test_each_step_whose_engines_disagree_with_the_trainer_says_so(
+    k3: float, lines: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = Script(1)
+    script.metrics = {"mismatch_k3": k3, "mismatch_p99": 0.7}
+    attempt(tmp_path, script, monkeypatch)
+    assert [line.partition(":")[0] for line in script.said] == [f"step {step}" for step in range(1, lines + 1)]

@@ -16,7 +16,7 @@ import pytest
 from scavenger import wire
 from scavenger.config import RunConfig
 from scavenger.errors import ConfigError
-from trainer.figures import Capacity, Sources
+from trainer.figures import Capacity, Sources, alarm
 from trainer.monitor import Entry, Monitor, SinkFailed
 from trainer.monitors import TensorBoard, WeightsAndBiases, chosen
 
@@ -268,7 +268,16 @@ def test_tokens_are_counted_by_who_generated_them() -> None:
 
 
 def test_gpu_hours_follow_the_fleet() -> None:
-    capacity = Capacity(ranks=2, gpus_per_engine=4, now=100.0)
+    capacity = Capacity(ranks=2, gpus_per_engine=4, gpus_per_reserved=2, now=100.0)
     capacity.look(wire.Fleet(0, 1, 0, 0, 0), 100.0 + 900)
     capacity.look(wire.Fleet(3, 0, 1, 0, 0), 100.0 + 3600)
-    assert capacity.figures() == {"gpu_hours_trainer": 2.0, "gpu_hours_reserved": 1.0, "gpu_hours_harvested": 9.0}
+    assert capacity.figures() == {"gpu_hours_trainer": 2.0, "gpu_hours_reserved": 0.5, "gpu_hours_harvested": 9.0}
+
+
+def test_engines_that_disagree_with_the_trainer_are_told_of_from_the_limit_on() -> None:
+    found = alarm({"mismatch_k3": 0.03, "mismatch_p99": 0.4}, 0.02)
+    assert found.startswith("LOOK: ")
+    assert "k3 = 0.03 a token, 99 % within 0.4 nats; monitor.mismatch_alarm = 0.02" in found
+    assert alarm({"mismatch_k3": 0.02}, 0.02) == ""
+    assert alarm({"mismatch_k3": 5.0}, 0.0) == ""
+    assert alarm({"mismatch_k3": float("nan")}, 0.02)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from scavenger import wire
+from scavenger.errors import ConfigError
 from tests.router.harness import started
 from trainer import reserved
 from trainer.reserved import ENGINE_CANNOT_START, ENGINE_DRAINED, ENGINE_REFUSED, History, Place
@@ -26,6 +27,25 @@ from trainer.reserved import ENGINE_CANNOT_START, ENGINE_DRAINED, ENGINE_REFUSED
 )
 def test_engines_are_spread_over_the_job_s_gpus_and_nodes(environ: dict[str, str], expected: list[tuple[int, str]]) -> None:
     assert reserved.places(3, environ) == tuple(Place(*place) for place in expected)
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"SLURM_JOB_NUM_NODES": "1"}, [(0, ""), (0, ""), (0, "")]),
+        ({"SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_ON_NODE": "4"}, [(0, "0,1"), (0, "2,3"), (0, "0,1")]),
+        ({"SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_ON_NODE": "3", "CUDA_VISIBLE_DEVICES": "4,5,7"}, [(0, "4,5"), (1, "4,5"), (0, "4,5")]),
+    ],
+)
+def test_an_engine_of_several_gpus_has_them_on_one_node(environ: dict[str, str], expected: list[tuple[int, str]]) -> None:
+    assert reserved.places(3, environ, 2) == tuple(Place(*place) for place in expected)
+
+
+def test_an_engine_of_more_gpus_than_a_node_has_is_refused() -> None:
+    environ = {"SLURM_JOB_NUM_NODES": "4", "SLURM_GPUS_ON_NODE": "2"}
+    with pytest.raises(ConfigError, match=r"reserved\.gpus_per_engine = 4, and the training job has 2 GPUs on a node"):
+        reserved.places(1, environ, 4)
+    assert reserved.places(0, environ, 4) == ()
 
 
 def test_an_engine_s_step_is_on_its_node_and_sees_its_gpu_alone() -> None:
@@ -85,11 +105,11 @@ def test_an_engine_is_started_again_after_every_end_in_its_own_slot(tmp_path: Pa
     script = f"""
 import os, sys
 with open({str(mark)!r}, "a") as file:
-    print(os.environ["SCAVENGER_SLOT"], os.environ["SCAVENGER_RESTART_COUNT"], file=file)
+    print(*(os.environ["SCAVENGER_" + name] for name in ("SLOT", "GPUS", "RESTART_COUNT")), file=file)
 print("rollout: life", os.environ["SCAVENGER_RESTART_COUNT"], file=sys.stderr, flush=True)
 os._exit([0, 78, 70, 72][int(os.environ["SCAVENGER_RESTART_COUNT"])])
 """
-    engine = reserved.Engine([sys.executable, "-S", "-c", script], os.environ, 4)
+    engine = reserved.Engine([sys.executable, "-S", "-c", script], os.environ, 4, 2)
     now, deadline, waits = 0.0, time.monotonic() + 90, []
     while len(waits) < 4:
         assert time.monotonic() < deadline
@@ -99,7 +119,7 @@ os._exit([0, 78, 70, 72][int(os.environ["SCAVENGER_RESTART_COUNT"])])
             waits.append(engine.start_at - now)
             now = engine.start_at
         time.sleep(0.005)
-    assert mark.read_text() == "4 0\n4 1\n4 2\n4 3\n"
+    assert mark.read_text() == "4 2 0\n4 2 1\n4 2 2\n4 2 3\n"
     assert waits == [1.0, 2.0, 4.0, 8.0]
     out, err = capfd.readouterr()
     assert "reserved engine 4 was let go; again in 1 s" in out

@@ -277,6 +277,7 @@ def test_a_step_of_older_samples_is_corrected_and_in_no_order_differs_from_one_b
         second = stepper.step(2, 1, problems.of_step(2))
         assert (first.metrics["staleness_max"], second.metrics["staleness_mean"]) == (0.0, 1.0)
         assert first.metrics["mismatch_max"] < 1e-5
+        assert first.metrics["mismatch_p99"] == 0.0 < 1e-3 < second.metrics["mismatch_p99"] <= 1.42 * second.metrics["mismatch_max"]
         assert second.metrics["mismatch_max"] > 1e-2, "the samples are old"
         rewards = {outcome.sample_id: outcome.reward for outcome in second.outcomes}
         if expected is None:

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -56,8 +58,10 @@ class ToyRanks:
             parts = (terms.losses, terms.kl, terms.clipped, terms.mismatch_k3, terms.mismatch_max, terms.truncated)
             for place, row in enumerate(micro.rows):
                 if row.sample_id >= 0:
-                    values = [float(part[place]) for part in parts]
-                    found.append(RowStats(row.sample_id, int(terms.tokens[place]), int(terms.kept[place]), *values))
+                    values: list[Any] = [float(part[place]) for part in parts]
+                    bins = tuple(terms.mismatch_bins[place].tolist())
+                    one = RowStats(row.sample_id, int(terms.tokens[place]), int(terms.kept[place]), *values)
+                    found.append(msgspec.structs.replace(one, mismatch_bins=bins))
         return found
 
     def proximal(self, one_round: Sequence[Micro]) -> dict[int, bytes]:

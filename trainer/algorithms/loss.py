@@ -38,7 +38,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """`loss` [] with gradients, the sum of `losses`. The rest are detached sums over each sample's tokens: [B]."""
+    """`loss` [] with gradients, the sum of `losses`. The rest are detached sums over each sample's tokens: [B], bins [B, BINS]."""
 
     loss: Tensor
     tokens: Tensor
@@ -48,6 +48,7 @@ class Terms:
     clipped: Tensor
     mismatch_k3: Tensor
     mismatch_max: Tensor
+    mismatch_bins: Tensor
     truncated: Tensor
     entropy: Tensor
 
@@ -85,6 +86,7 @@ def policy_loss(tokens: Tokens, recipe: Recipe) -> Terms:
         clipped=summed(held),
         mismatch_k3=summed(torch.exp(difference) - difference - 1.0),
         mismatch_max=largest.scatter_reduce(0, row, difference.abs(), "amax"),
+        mismatch_bins=mismatch.binned(difference, row, rows),
         truncated=summed(beyond if recipe.importance == "truncate" else 1.0 - kept),
         entropy=summed(-tokens.current),  # E[-log p(token)] is the entropy, over tokens drawn from p
     )

@@ -211,6 +211,12 @@ def _memory(config: RunConfig, seen: _Seen, gpus: Gpus) -> str:
     assert seen.model is not None
     if not gpus.per_node:
         return "train.sbatch asks for no GPU: not looked at"
+    each = config.reserved.gpus_per_engine
+    if config.reserved.workers and each > gpus.per_node:
+        raise ConfigError(
+            f"reserved.gpus_per_engine = {each}, and train.sbatch asks for {gpus.per_node} GPUs a node",
+            "ask for more with --gpus-per-node, lower it, or set reserved.workers = 0",
+        )
     if not gpus.gb:
         return "not looked at: say --gpu-memory-gb"
     from trainer.algorithms.rows import resolve
@@ -222,7 +228,7 @@ def _memory(config: RunConfig, seen: _Seen, gpus: Gpus) -> str:
         adapters if lora.rank else shape.parameters,
         resolve(config.algorithm, config.sampling.max_tokens).needs_reference and not lora.rank,
         bool(config.reserved.workers) and config.engine.name == "vllm",
-        config.engine.gpu_memory_share, config.run.gpus_per_engine,
+        config.engine.gpu_memory_share, config.run.gpus_per_engine, config.reserved.gpus_per_engine,
     )  # fmt: skip
     cause, remedy = memory.problem(shape, job)
     if cause:

@@ -63,7 +63,7 @@ def run_toml(model: ModelFacts, data: DataFacts, wish: Wish) -> str:
     context, answer = lengths(model.context, wish.longest)
     ranks, large = max(1, wish.gpus * wish.nodes), model.parameters >= LARGE
     engine_gpus = next((n for n in (1, 2, 4, 8) if 2 * model.parameters / n < 0.5 * wish.gpu_gb * memory.GB), 8)
-    workers = ranks if engine_gpus == 1 else 0  # a reserved engine has one GPU
+    workers = ranks if engine_gpus == 1 else 0  # several to a reserved engine too: for who adds reserved.gpus_per_engine
     job = Job(ranks, wish.gpu_gb, MICRO_TOKENS, large, model.parameters, False, bool(workers), 0.9, engine_gpus)
     share = memory.share_beside(shape_of(model), job) if wish.gpus and workers else 0.9
     sections = [
@@ -230,7 +230,7 @@ warmup_steps = 10
 rank = 0                            # above 0: adapters of that rank are trained, not all weights
 
 [reserved]
-workers = {workers}                         # engines on the training job's own GPUs, one each
+workers = {workers}                         # engines on the training job's own GPUs, one each (gpus_per_engine = more)
 wake_after_s = 30.0
 
 [checkpoint]

@@ -52,6 +52,7 @@ class Job:
     reserved: bool
     engine_share: float
     engine_gpus: int
+    reserved_gpus: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +107,13 @@ def problem(shape: Shape, job: Job) -> tuple[str, str]:
             f"{job.engine_share * job.gpu_gb:.1f} GB: too little is left for its cache",
             "raise run.gpus_per_engine, or engine.gpu_memory_share",
         )
-    whole = asks.engine * job.engine_gpus
-    if job.reserved and whole > 0.85 * job.engine_share * job.gpu_gb:
-        return f"a reserved engine has one GPU, and the model's weights take {whole:.1f} GB of it", "set reserved.workers = 0"
+    each = asks.engine * job.engine_gpus / job.reserved_gpus
+    if job.reserved and each > 0.85 * job.engine_share * job.gpu_gb:
+        cause = f"a reserved engine has reserved.gpus_per_engine = {job.reserved_gpus}, and the model's weights take {each:.1f} GB of each"
+        return cause, f"set reserved.gpus_per_engine = {2 * job.reserved_gpus} or more, or reserved.workers = 0"
     if job.reserved and asks.states + job.engine_share * job.gpu_gb > asks.usable:
         share = (asks.usable - asks.states) / job.gpu_gb
-        if share * job.gpu_gb * 0.85 > asks.engine:
+        if share * job.gpu_gb * 0.85 > each:
             return (
                 f"a reserved engine shares its GPU with the trainer: {held}, and the engine takes {job.engine_share * job.gpu_gb:.1f} GB",
                 f"set engine.gpu_memory_share = {int(share * 100) / 100:.2f} or lower, or reserved.workers = 0",

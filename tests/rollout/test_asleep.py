@@ -1,4 +1,4 @@
-"""A vLLM engine that sleeps while adapters come: what it says then that it will hold is what it finds at the wake, or it ends.
+"""A vLLM engine that sleeps: what it held, or what came meanwhile, is what it finds at the wake, or it ends.
 
 On a CPU vLLM does not sleep, so its end of the port is played here: the calls that the engine makes of it, answered as `vllm_worker` does.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from scavenger.errors import EngineError
+from scavenger.errors import EngineError, WeightsDiffer
 
 torch = pytest.importorskip("torch", reason="the engines need the [trainer] extra")
 pytest.importorskip("peft", reason="the adapters need the [lora] extra")
@@ -19,17 +19,22 @@ kinds = pytest.importorskip("tests.rollout.kinds")
 from rollout.engines import published  # noqa: E402  needs torch, as all that follows
 from rollout.engines.base import Host  # noqa: E402
 from rollout.engines.checksum import checksum  # noqa: E402
+from rollout.engines.registry import builder  # noqa: E402
 from rollout.engines.vllm import VllmEngine  # noqa: E402
 from rollout.engines.vllm_worker import _told  # noqa: E402
 from tests.rollout.test_engine_adapters import Trained  # noqa: E402
 
 
 class Llm:
-    """What `VllmEngine` calls of vLLM's engine to sleep, wake and load. `damage`: of what it reads from the memory file."""
+    """What `VllmEngine` calls of vLLM's engine to sleep, wake and load.
+
+    `damage`: of what it reads from the memory file; `misplaces`: what it holds is not what it read.
+    """
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.damage = False
+        self.damage = self.misplaces = False
+        self.held: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
         async def call(*_args: object, **_how: object) -> None:
@@ -39,6 +44,8 @@ class Llm:
 
     async def collective_rpc(self, name: str, _timeout: float, args: tuple[Any, ...] = ()) -> list[Any]:
         self.calls.append(name)
+        if name == "scavenger_held":
+            return [self.held]
         if name != "scavenger_load":
             return [None]
         path, table = args
@@ -51,7 +58,15 @@ class Llm:
             if self.damage and weight.endswith("q_proj.weight"):
                 value[0, 0] += 1
             sums[weight] = _told(checksum(value))
-        return [(sums, sums, {}, sums)]
+        self.held = dict(sums)
+        if self.misplaces:
+            self.flip()
+        return [(sums, self.held, {}, sums)]
+
+    def flip(self) -> None:
+        """One weight of those that it holds is another one."""
+        name = min(self.held)
+        self.held = self.held | {name: _told(checksum(torch.ones(self.held[name][1])))}
 
 
 def engine_of(llm: Llm) -> VllmEngine:
@@ -91,3 +106,66 @@ def test_a_tied_weight_counts_under_the_name_under_which_it_was_published() -> N
     for name in tied:
         one = type(given[0])(name, "float32", layout.shapes[name], memoryview(bytes(4)))
         assert published.names(layout, [*given, one])[tied[0]] == name
+
+
+@pytest.mark.parametrize("damage", [False, True])
+def test_a_wake_without_a_new_version_finds_what_went_to_sleep(damage: bool) -> None:
+    async def main() -> None:
+        llm = Llm()
+        engine = engine_of(llm)
+        await engine.load(1, kinds.Reference().views)
+        llm.calls.clear()
+        await engine.sleep()
+        if damage:
+            llm.flip()
+            with pytest.raises(WeightsDiffer, match="version 1 did not come out of sleep as it went into it"):
+                await engine.wake()
+            assert "resume_generation" not in llm.calls, "nothing is generated with it"
+        else:
+            await engine.wake()
+            assert llm.calls.index("wake_up") < llm.calls.index("scavenger_held") < llm.calls.index("resume_generation")
+
+    asyncio.run(main())
+
+
+def test_an_engine_without_weights_has_nothing_to_compare_when_it_wakes() -> None:
+    async def main() -> None:
+        llm = Llm()
+        engine = engine_of(llm)
+        await engine.sleep()
+        await engine.wake()
+        assert "scavenger_held" not in llm.calls
+
+    asyncio.run(main())
+
+
+def test_weights_that_do_not_sit_in_the_engine_as_published_are_told_from_those_that_do_not_fit() -> None:
+    """By the error's type the worker knows that its node may be at fault, looks at what it holds, and ends at the second time."""
+
+    async def main() -> None:
+        llm = Llm()
+        llm.misplaces = True
+        with pytest.raises(WeightsDiffer, match=r"version 1 does not sit in the engine as published: .* does not hold"):
+            await engine_of(llm).load(1, kinds.Reference().views)
+        assert "resume_generation" not in llm.calls
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("damage", [False, True])
+def test_a_reserved_reference_engine_finds_its_weights_again_or_ends(damage: bool) -> None:
+    async def main() -> None:
+        kind = kinds.Reference()
+        engine = await builder(kind.name)(kind.spec(), Host("run", sleeps=True))
+        await engine.load(1, kind.views)
+        await engine.sleep()
+        if damage:
+            parameter = next(iter(engine._engine._decoder._model.parameters()))  # type: ignore[attr-defined]
+            parameter.view(-1)[0] += 1.0
+            with pytest.raises(WeightsDiffer, match="did not come out of sleep as they went into it"):
+                await engine.wake()
+        else:
+            await engine.wake()
+        await engine.close()
+
+    asyncio.run(main())
