@@ -67,7 +67,7 @@ def test_a_job_whose_nodes_do_not_share_alike_is_taken_at_the_most_only_while_it
 SIZES = st.lists(st.integers(0, 4), max_size=4)
 
 
-@settings(max_examples=300)
+@settings(max_examples=300, deadline=None)
 @given(SIZES, SIZES, SIZES, st.lists(st.booleans(), min_size=4, max_size=4))
 def test_whatever_came_and_went_between_the_answers_no_gpu_that_a_listed_job_holds_is_idle(
     staying: list[int], leaving: list[int], coming: list[int], counted: list[bool]
