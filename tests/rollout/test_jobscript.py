@@ -86,12 +86,40 @@ def test_a_job_that_the_scheduler_ends_itself_leaves_at_once(tmp_path: Path, lea
     environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
     text = f"echo $$ > {tmp_path}/shell\n" + script("slurm", leave=leave)
     done = subprocess.run(["bash", "-c", text], env=environ, capture_output=True, text=True, timeout=90, check=False)
-    assert done.returncode == 75
-    assert "ended by the scheduler" in done.stderr
+    assert done.returncode == 143, "Slurm has its own word for the end by then; of another's signal it is the truth"
+    assert "ended by SIGTERM" in done.stderr
     called = (tmp_path / "called").read_text().split()
     assert not [one for one in called if one.startswith("scontrol")]
     assert sum(one.startswith("squeue") for one in called) == (0 if when == "srun" else 1)
     assert not {"sleep1", "sleep10"} & set(called), "others wait"
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_signal_to_the_script_alone_puts_the_job_back(tmp_path: Path, signals: int) -> None:
+    """`kill`, or `scancel --batch`: the engine has no signal, and by Slurm's own word the job runs. The requeue then signals both."""
+    shell = 'kill -TERM "$(cat shell)"\n'
+    bodies = {
+        "srun": f"trap 'exit 75' TERM\necho $$ > engine\n{(shell + 'sleep 0.2' + chr(10)) * signals}while :; do sleep 0.05; done",
+        "squeue": "echo RUNNING", "scontrol": f'{shell}kill -TERM "$(cat engine)"',
+    }  # fmt: skip
+    for name, body in bodies.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\ncd {tmp_path}\necho {name} $1 >> called\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    text = f"echo $$ > {tmp_path}/shell\n" + script("slurm")
+    done = subprocess.run(["bash", "-c", text], env=environ, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 143
+    assert "not the scheduler's: the job puts itself back" in done.stderr
+    assert "ended by SIGTERM (worker's code 75)" in done.stderr
+    assert (tmp_path / "called").read_text().splitlines() == ["srun --ntasks=1", "squeue -h", "scontrol requeue"]
+
+
+@pytest.mark.parametrize("code", [0, 69, 70, 72, 78])
+def test_the_job_ends_with_its_workers_code(tmp_path: Path, code: int) -> None:
+    (tmp_path / "srun").write_text(f"#!/bin/sh\nexit {code}\n")
+    (tmp_path / "srun").chmod(0o755)
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    assert subprocess.run(["bash", "-c", script("slurm")], env=environ, timeout=90, check=False).returncode == code
 
 
 class Site:
