@@ -59,8 +59,8 @@ class Gates:
 
     @property
     def weigh(self) -> bool:
-        """Whether any run says what an engine is worth to it."""
-        return bool(self._demand)
+        """Whether there may be a gate at all: a run says what an engine is worth to it, and enough is known of idle GPUs."""
+        return bool(self._demand and self._idle.curves)
 
     def too_soon(self, want: Demand, node: Node, gpus: int, at: float) -> str:
         """Why `gpus` GPUs of this node are not worth a start to who may begin there at that time (Unix s); "" where they are, or nobody
