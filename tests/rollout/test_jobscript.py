@@ -218,6 +218,29 @@ def test_a_drained_engines_job_ends_completed(site: Site) -> None:
     assert job is None or job.state is JobState.COMPLETED
 
 
+@pytest.mark.slurm
+@pytest.mark.parametrize("whom", ["--batch", "--full"])
+def test_a_signal_by_hand_is_no_scheduler_s(slurm_sandbox: SlurmSandbox, tmp_path: Path, whom: str) -> None:
+    """To the script alone: the job puts itself back. To all of it: it has ended, by a signal."""
+    site = Site(SlurmCluster(slurm_sandbox.env), "slurm", tmp_path)
+
+    async def main() -> Job | None:
+        with FakeDaemon(site.state_dir, SERVER, {ME.public}) as daemon:
+            job_id = site.submit("scavenge")
+            await greeted(daemon)
+            await asyncio.to_thread(slurm_sandbox.run, "scancel", "--signal=TERM", whom, str(job_id))
+            goodbye = await daemon.expect(wire.Goodbye, 90.0)
+            assert goodbye.notice
+            daemon.send(wire.GoodbyeAck())
+            state = JobState.PENDING if whom == "--batch" else JobState.FAILED
+            await site.until(f"the job is {state}", lambda: _is(site.job(job_id), state))
+            return site.job(job_id)
+
+    job = asyncio.run(main())
+    assert job is not None
+    assert (job.restart_count, job.exit_code) == ((1, job.exit_code) if whom == "--batch" else (0, 143))
+
+
 def _is(job: Job | None, state: JobState) -> bool:
     return job is not None and job.state is state and JobFlag.COMPLETING not in job.flags
 
