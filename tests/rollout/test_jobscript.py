@@ -228,6 +228,7 @@ def test_a_signal_by_hand_is_no_scheduler_s(slurm_sandbox: SlurmSandbox, tmp_pat
         with FakeDaemon(site.state_dir, SERVER, {ME.public}) as daemon:
             job_id = site.submit("scavenge")
             await greeted(daemon)
+            await site.until("its imports are over, which hold signals up", lambda: "engine.built" in site.output.read_text())
             await asyncio.to_thread(slurm_sandbox.run, "scancel", "--signal=TERM", whom, str(job_id))
             goodbye = await daemon.expect(wire.Goodbye, 90.0)
             assert goodbye.notice
