@@ -263,11 +263,7 @@ class _Daemons:
         stepd = shutil.which("slurmstepd", path=self.env["PATH"])
         for node in self.layout.nodes:
             self.spawn(f"slurmd.{node}", "slurmd", "-D", "-N", node, "-f", str(self.conf), "-d", str(stepd))
-        try:
-            self.wait_for("idle nodes", deadline, lambda: not sandbox_nodes.ask(self.env, self.layout.nodes))
-        except ClusterError as error:
-            missing = sandbox_nodes.ask(self.env, self.layout.nodes)
-            raise ClusterError(f"{error.cause}\n{sandbox_nodes.told(missing, self.dir / 'log')}") from error
+        sandbox_nodes.wait(self, deadline)
 
     def wait_for(self, what: str, deadline: float, condition: Callable[[], bool]) -> None:
         while not condition():

@@ -7,11 +7,13 @@ slurmd's log. Knows nothing of how daemons are started.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from scavenger.cluster import runner
 from scavenger.cluster.commands import nodes_argv, parse_nodes
+from scavenger.cluster.layout import Layout
 from scavenger.errors import ClusterError, ClusterUnavailable
 
 #: Last lines of a slurmd's log that an error quotes.
@@ -19,6 +21,16 @@ _LINES = 8
 #: Nodes that an error quotes: where all are out, one says enough.
 _QUOTED = 2
 _REASON = re.compile(r" Reason=(.*?)(?: \[|$)")
+
+
+class Daemons(Protocol):
+    """What of the sandbox is needed here."""
+
+    layout: Layout
+    dir: Path
+    env: dict[str, str]
+
+    def wait_for(self, what: str, deadline: float, condition: Callable[[], bool]) -> None: ...
 
 
 def out(shown: str, names: Sequence[str]) -> dict[str, str]:
@@ -63,6 +75,15 @@ def tail(logs: Path, name: str) -> list[str]:
         if path.exists() and (lines := path.read_text(errors="replace").splitlines()):
             return [f"  {line}" for line in lines[-_LINES:]]
     return ["  (it wrote nothing)"]
+
+
+def wait(daemons: Daemons, deadline: float) -> None:
+    """Until a job could start on every node of the layout. Raises `ClusterError` with those that are out, and their slurmds' words."""
+    names = daemons.layout.nodes
+    try:
+        daemons.wait_for("idle nodes", deadline, lambda: not ask(daemons.env, names))
+    except ClusterError as error:
+        raise ClusterError(f"{error.cause}\n{told(ask(daemons.env, names), daemons.dir / 'log')}") from error
 
 
 def check(env: Mapping[str, str], names: Sequence[str], logs: Path) -> None:
