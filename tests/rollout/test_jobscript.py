@@ -219,27 +219,23 @@ def test_a_drained_engines_job_ends_completed(site: Site) -> None:
 
 
 @pytest.mark.slurm
-@pytest.mark.parametrize("whom", ["--batch", "--full"])
-def test_a_signal_by_hand_is_no_scheduler_s(slurm_sandbox: SlurmSandbox, tmp_path: Path, whom: str) -> None:
-    """To the script alone: the job puts itself back. To all of it: it has ended, by a signal."""
-    site = Site(SlurmCluster(slurm_sandbox.env), "slurm", tmp_path)
+@pytest.mark.parametrize(("whom", "state", "restarts"), [("--batch", JobState.PENDING, 1), ("--full", JobState.FAILED, 0)])
+def test_a_signal_by_hand_is_no_scheduler_s(slurm_sandbox: SlurmSandbox, tmp_path: Path, whom: str, state: JobState, restarts: int) -> None:
+    """To the script alone: the job puts itself back. To all of it: it has ended, by a signal. The engine is a stand-in that leaves at once."""
+    engine, output, cluster = tmp_path / "python", tmp_path / "job.out", SlurmCluster(slurm_sandbox.env)
+    engine.write_text("#!/bin/bash\ntrap 'exit 75' TERM\necho ready\nwhile :; do sleep 0.1; done\n")
+    engine.chmod(0o755)
+    text = script("slurm", python=str(engine))
+    job_id = cluster.submit(JobSpec("engine", "ours", "scavenge", text, gpus=1, nodelist=("node1",), output=str(output), time_s=600))
 
-    async def main() -> Job | None:
-        with FakeDaemon(site.state_dir, SERVER, {ME.public}) as daemon:
-            job_id = site.submit("scavenge")
-            await greeted(daemon)
-            await site.until("its imports are over, which hold signals up", lambda: "engine.built" in site.output.read_text())
-            await asyncio.to_thread(slurm_sandbox.run, "scancel", "--signal=TERM", whom, str(job_id))
-            goodbye = await daemon.expect(wire.Goodbye, 90.0)
-            assert goodbye.notice
-            daemon.send(wire.GoodbyeAck())
-            state = JobState.PENDING if whom == "--batch" else JobState.FAILED
-            await site.until(f"the job is {state}", lambda: _is(site.job(job_id), state))
-            return site.job(job_id)
+    def now() -> Job:
+        return next(job for job in cluster.view().jobs if job.job_id == job_id)
 
-    job = asyncio.run(main())
-    assert job is not None
-    assert (job.restart_count, job.exit_code) == ((1, job.exit_code) if whom == "--batch" else (0, 143))
+    wait_for("its engine works", lambda: output.exists() and "ready" in output.read_text())
+    slurm_sandbox.run("scancel", "--signal=TERM", whom, str(job_id))
+    wait_for(f"the job is {state}", lambda: _is(now(), state))
+    assert now().restart_count == restarts
+    assert state is JobState.PENDING or now().exit_code == 143
 
 
 def _is(job: Job | None, state: JobState) -> bool:
