@@ -221,7 +221,7 @@ def test_a_drained_engines_job_ends_completed(site: Site) -> None:
 @pytest.mark.slurm
 @pytest.mark.parametrize(("whom", "state", "restarts"), [("--batch", JobState.PENDING, 1), ("--full", JobState.FAILED, 0)])
 def test_a_signal_by_hand_is_no_scheduler_s(slurm_sandbox: SlurmSandbox, tmp_path: Path, whom: str, state: JobState, restarts: int) -> None:
-    """To the script alone: the job puts itself back. To all of it: it has ended, by a signal. The engine is a stand-in that leaves at once."""
+    """To the script alone: the job puts itself back. To all of it: it has ended, by a signal. The engine is a stand-in."""
     engine, output, cluster = tmp_path / "python", tmp_path / "job.out", SlurmCluster(slurm_sandbox.env)
     engine.write_text("#!/bin/bash\ntrap 'exit 75' TERM\necho ready\nwhile :; do sleep 0.1; done\n")
     engine.chmod(0o755)
