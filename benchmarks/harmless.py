@@ -360,6 +360,7 @@ async def _run(
         if one.arrival.warm:
             await asyncio.to_thread(others.submit, one)
     await asyncio.sleep(3.0)
+    await asyncio.to_thread(sandbox.check_nodes)  # a node that is out would count as idle and not harvested
     began = time.time()
     task: asyncio.Task[None] | None = None
     if arm == "floor":
@@ -374,6 +375,7 @@ async def _run(
     stop.set()
     if task is not None:
         await task
+    await asyncio.to_thread(sandbox.check_nodes)
     names = sandbox.layout.nodes
     others.read(names, ended)
     if arm in HARVESTED and not asked:

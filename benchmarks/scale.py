@@ -36,7 +36,7 @@ from scavenger import interpreter, keys, toml
 from scavenger.cluster import sandbox, sandbox_conf
 from scavenger.cluster.layout import Layout, PartitionLayout
 from scavenger.cluster.model import ClusterView, Job, JobState, Node, Partition, PreemptMode
-from scavenger.cluster.ports import free_ports, listens
+from scavenger.cluster.ports import listens, take_ports
 from scavenger.cluster.slurm import SlurmCluster
 from scavenger.harvest.health import HealthRules
 from scavenger.harvest.policy import Limits, OurJob, decide
@@ -136,13 +136,14 @@ def controller(nodes: int) -> Iterator[dict[str, str]]:
     """A real slurmctld with CLOUD nodes; gives the environment of its commands."""
     base = Path(tempfile.mkdtemp(prefix="scale-"))
     children: list[subprocess.Popen[bytes]] = []
+    ports = take_ports(2)
     try:
         for name in ("etc", "run", "log", "state", "munge"):
             (base / name).mkdir()
         key = base / "munge/munge.key"
         key.touch(mode=0o600)
         key.write_bytes(os.urandom(1024))
-        port = free_ports(2)
+        port = ports.first
         conf = base / "etc/slurm.conf"
         conf.write_text(cloud_conf(base, nodes, port))
         (base / "etc/gres.conf").write_text("AutoDetect=off\n")
@@ -159,6 +160,7 @@ def controller(nodes: int) -> Iterator[dict[str, str]]:
         for child in reversed(children):
             child.kill()
             child.wait()
+        ports.close()
         shutil.rmtree(base)
 
 

@@ -62,7 +62,8 @@ class Limits:
 
     `max_unacked` tokens (12 bytes each) may await their ack before the engine pauses: minutes of a daemon's absence.
     `orphan_s` bounds both a daemon's absence and being turned away with the promise of a later welcome.
-    `notice_s` is what a goodbye after SIGTERM may take: the whole exit stays below a second.
+    `notice_s` is what a goodbye after SIGTERM may take. Where Slurm gives no grace, slurmd looks 0.17, 0.67 and 1.67 s after its signal
+    whether a job's processes are gone: one whose daemon is slow to answer is to be gone at the second look. What it said is on its way.
     """
 
     hello_s: float = 2.0
@@ -71,7 +72,7 @@ class Limits:
     missed_heartbeats: int = 3
     refusals: int = 3  # of the key, in a row, before the worker believes them: a daemon may still be reading its list
     orphan_s: float = 900.0
-    notice_s: float = 0.7
+    notice_s: float = 0.45
     drain_s: float = 5.0
     max_unacked: int = 1 << 18
     message_tokens: int = 1 << 16

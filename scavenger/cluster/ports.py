@@ -1,20 +1,77 @@
-"""TCP ports on this machine: which are free, which are listened on. Loopback only; owns nothing."""
+"""TCP ports on this machine: ranges that nobody else of us takes, and which are free or listened on. Loopback only.
+
+To look does not reserve: two that start at the same moment would find the same ports free, and one's daemons would find them taken. So a
+range is taken by names first, abstract Unix sockets, which one process at a time can have and the kernel takes back when it ends, however
+it ends. They belong to the network namespace, as ports do. Knows nothing of what listens there.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
+from dataclasses import dataclass, field
+from typing import Self
 
 from scavenger.errors import ClusterError
 
+#: Below the ephemeral range, and above what services have.
+LOWEST, HIGHEST = 20000, 32000
+#: Ports that one name stands for: a range of a thousand is not to take a thousand descriptors.
+BLOCK = 16
 
-def free_ports(count: int) -> int:
-    """The first of `count` consecutive free TCP ports below the ephemeral range (a port range in slurm.conf is consecutive)."""
-    # two that start at the same moment have neighbouring pids: begin far apart, since looking does not reserve
-    for base in range(20000 + os.getpid() * 61 % 11000, 32000, count):
-        if all(not in_use(port) for port in range(base, base + count)):
-            return base
-    raise ClusterError(f"no {count} consecutive free TCP ports between 20000 and 32000", "stop what holds them")
+
+@dataclass(slots=True)
+class Ports:
+    """`count` consecutive TCP ports from `first` on (a port range in slurm.conf is consecutive), ours until `close`."""
+
+    first: int
+    count: int
+    _names: list[socket.socket] = field(default_factory=list)
+
+    def close(self) -> None:
+        for name in self._names:
+            name.close()
+        self._names.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def take_ports(count: int) -> Ports:
+    """Ports that are free, and that nobody else gets from here before they are given back. Raises `ClusterError` when there are none."""
+    blocks = -(-count // BLOCK)
+    starts = range(LOWEST, HIGHEST - blocks * BLOCK + 1, BLOCK)
+    # ports that were just given back may be waited for by the kernel still: whoever comes next begins elsewhere
+    skip = os.getpid() * 61 % max(1, len(starts))
+    for at in range(len(starts)):
+        base = starts[(skip + at) % len(starts)]
+        names = _named(range(base, base + blocks * BLOCK, BLOCK))
+        if names and not any(in_use(port) for port in range(base, base + count)):
+            return Ports(base, count, names)
+        for name in names:
+            name.close()
+    raise ClusterError(f"no {count} consecutive free TCP ports between {LOWEST} and {HIGHEST}", "stop what holds them")
+
+
+def _named(blocks: range) -> list[socket.socket]:
+    """The names of these blocks, all or none."""
+    names: list[socket.socket] = []
+    for block in blocks:
+        name = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        names.append(name)
+        try:
+            name.bind(f"\0scavenger-ports-{block}")
+        except OSError as error:
+            for one in names:
+                one.close()
+            if error.errno != errno.EADDRINUSE:
+                raise
+            return []
+    return names
 
 
 def in_use(port: int) -> bool:

@@ -30,9 +30,9 @@ from typing import IO, Self
 
 import msgspec
 
-from scavenger.cluster import procs, runner, sandbox_accounting, sandbox_controllers
+from scavenger.cluster import procs, sandbox_accounting, sandbox_controllers, sandbox_nodes
 from scavenger.cluster.layout import Layout, decode_layout, demo_layout, encode_layout
-from scavenger.cluster.ports import free_ports
+from scavenger.cluster.ports import take_ports
 from scavenger.cluster.sandbox_conf import Site, gres_conf, slurm_conf
 from scavenger.errors import ClusterError, ScavengerError
 
@@ -146,6 +146,10 @@ class SlurmSandbox:
             raise ClusterError(f"{argv[0]}: {done.stderr.strip() or done.returncode}")
         return done.stdout
 
+    def check_nodes(self) -> None:
+        """Raises `ClusterError`, naming the nodes that are out and what their slurmds say, unless a job could start on every one."""
+        sandbox_nodes.check(self.env, self.layout.nodes, self.dir / "log")
+
     def down_node(self, name: str) -> None:
         """Slurm takes the node for lost and requeues its jobs. Its slurmd lives: processes there get TERM, then KILL."""
         self.run("scontrol", "update", f"NodeName={name}", "State=DOWN", "Reason=sandbox")
@@ -213,7 +217,8 @@ class _Daemons:
     def __init__(self, layout: Layout, base: Path) -> None:
         self.layout, self.dir = layout, base
         self.children: dict[str, subprocess.Popen[bytes]] = {}
-        port = free_ports(len(layout.nodes) + 3)
+        self._ports = take_ports(len(layout.nodes) + 3)  # for as long as the daemons live
+        port = self._ports.first
         plugins = next(path for path in _PLUGINS if os.path.isdir(path))
         user = pwd.getpwuid(os.getuid()).pw_name
         self.site = Site(str(base), socket.gethostname().split(".")[0], user, plugins, port, port + len(layout.nodes) + 1)
@@ -258,18 +263,13 @@ class _Daemons:
         stepd = shutil.which("slurmstepd", path=self.env["PATH"])
         for node in self.layout.nodes:
             self.spawn(f"slurmd.{node}", "slurmd", "-D", "-N", node, "-f", str(self.conf), "-d", str(stepd))
-        self.wait_for("idle nodes", deadline, self.all_idle)
-
-    def all_idle(self) -> bool:
-        done = runner.asked(["sinfo", "-h", "-a", "-N", "-o", "%N %T"], self.env, 20.0)
-        idle = {line.split()[0] for line in done.stdout.splitlines() if line.endswith(" idle")}
-        return idle == set(self.layout.nodes)
+        sandbox_nodes.wait(self, deadline)
 
     def wait_for(self, what: str, deadline: float, condition: Callable[[], bool]) -> None:
         while not condition():
             dead = [name for name, child in self.children.items() if child.poll() is not None]
             if dead:
-                raise ClusterError(f"{dead[0]} ended while starting:\n{self.errors(dead[0])}")
+                raise ClusterError(f"{', '.join(dead)} ended while starting:\n{self.errors(dead[0])}")
             if time.monotonic() > deadline:
                 raise ClusterError(f"the private Slurm has no {what} after {_START_S:.0f} s:\n{self.errors('slurmctld')}")
             time.sleep(0.01)
@@ -293,6 +293,7 @@ class _Daemons:
             procs.reap(own)
             time.sleep(0.01)
         self._end_services()
+        self._ports.close()
 
     def _end_services(self) -> None:
         """One by one: slurmdbd hands the database what it still holds, and munge, which vouches for all of them, goes last."""

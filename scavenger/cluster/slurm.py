@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Literal
 
 from scavenger.cluster import commands, reservations, rpc, runner, slurm_json, topology
+from scavenger.cluster.agree import Life, agree, settled
 from scavenger.cluster.model import ClusterInfo, ClusterView, Job, JobSpec, Node, Partition, Reservation
 from scavenger.cluster.rpc import RpcCounter
 from scavenger.cluster.trouble import Trouble
@@ -61,6 +62,7 @@ class SlurmCluster:
         self._reservations: tuple[Reservation, ...] = ()
         self._reservations_at = -math.inf
         self._switches: tuple[tuple[str, str], ...] | None = None
+        self._settled: frozenset[Life] = frozenset()
         self.rpc = RpcCounter()
 
     @property
@@ -80,8 +82,8 @@ class SlurmCluster:
         return replace(info, switches=self._switches)
 
     def view(self) -> ClusterView:
-        # nodes first: a GPU taken between two commands then shows an owner in the queue; the other order would show a
-        # busy GPU that nobody holds
+        # nodes first: a GPU taken between two commands then has its owner in the queue (`agree`); in the other order a GPU would be
+        # busy of which nobody could say whether others took it, and ours that has just started would look like others'
         nodes = self._nodes()
         return self.view_of(nodes, self.jobs())
 
@@ -92,9 +94,11 @@ class SlurmCluster:
         return slurm_json.parse_nodes(self._ask(slurm_json.nodes_argv(self._version), rpc.NODES))
 
     def view_of(self, nodes: tuple[Node, ...], jobs: tuple[Job, ...]) -> ClusterView:
-        """An observation of which nodes and jobs are known, with what changes seldom: partitions and reservations."""
+        """An observation of which nodes and then jobs were asked for, with what changes seldom: partitions and reservations."""
         partitions = self._partitions.agreeing(nodes, self._ask_partitions)
-        return ClusterView(observed_at=time.time(), nodes=nodes, jobs=jobs, partitions=partitions, reservations=self._booked())
+        before, self._settled = self._settled, settled(jobs)
+        return ClusterView(observed_at=time.time(), nodes=agree(nodes, jobs, before), jobs=jobs, partitions=partitions,
+                           reservations=self._booked())
 
     def _booked(self) -> tuple[Reservation, ...]:
         """Reservations, at most `RESERVATIONS_S` old."""

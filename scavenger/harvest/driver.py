@@ -378,9 +378,10 @@ class Harvester:
             return False
         spec = job_spec(self.config, self._template, self._info.backend, self.uid, intent_id, action)
         now = self._clock()
-        intended = rec.JobIntended(intent_id, action.run_id, action.partition, action.gpus, pair.public, now)
+        pinned = spec.nodelist[0] if spec.nodelist else ""
+        intended = rec.JobIntended(intent_id, action.run_id, action.partition, action.gpus, pair.public, now, pinned)
         durable = await self._durable.within([intended, decided(action, intent_id, inputs, now)])
-        self.tracker.intend(intended, self._clock(), spec.nodelist[0] if spec.nodelist else "")
+        self.tracker.intend(intended, self._clock())
         if not durable:  # Slurm never hears of it: the intent, should it become durable yet, is followed by its end
             self._absorb(self.tracker.submit_refused(intent_id, "the ledger is stalled: the intent is not durable", self._clock()))
             return False

@@ -3,7 +3,8 @@
     Demand.benefit   what one more engine saves the run, how long its start takes
     Limits.idle      since when each GPU is idle, how long such GPUs last  --`autoscale.gate`-->  the age from which one is worth a start
 
-GPUs that are too young are the first that others would take, so what is set aside for others and for headroom is taken from them.
+GPUs that are too young are the first that others would take, so what is set aside for others and for headroom is taken from them. A job of
+ours that waits starts on whatever comes free first, without asking: it is weighed by the GPUs that are there when it may begin.
 Where nobody says what an engine is worth, or too little was seen of such GPUs, there is no gate. An engine of several GPUs needs as many
 that are old enough, and is weighed by the life of one. Owns the words that a decision's record has of it.
 """
@@ -55,6 +56,24 @@ class Gates:
     def young(self, want: Demand) -> Mapping[str, int]:
         """GPUs by node that are not worth a start of this run's engine now."""
         return self._young.get(want.run_id, {})
+
+    @property
+    def weigh(self) -> bool:
+        """Whether there may be a gate at all: a run says what an engine is worth to it, and enough is known of idle GPUs."""
+        return bool(self._demand and self._idle.curves)
+
+    def too_soon(self, want: Demand, node: Node, gpus: int, at: float) -> str:
+        """Why `gpus` GPUs of this node are not worth a start to who may begin there at that time (Unix s); "" where they are, or nobody
+        can tell. A node that is taken counts as well: who waits for it starts the moment that others leave."""
+        gate = self._gate(want, node) if want.benefit is not None else None
+        if gate is None or gate.age_s <= 0:
+            return ""
+        settled = node.idle_gpus - self._idle.young(node.name, node.idle_gpus, gate.age_s, at)
+        if settled >= gpus:
+            return ""
+        if gate.age_s == math.inf:
+            return f"none is worth a start: {gate.reason}"
+        return f"{settled} of {gpus} GPUs have then been idle for {gate.age_s:.0f} s: {gate.reason}"
 
     def why(self, want: Demand, node: str) -> str:
         """The figures by which an engine there is worth its start; "" where nobody weighed it."""

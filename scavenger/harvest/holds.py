@@ -81,7 +81,7 @@ class Holds:
         """Why an incarnation is over, in the ledger's words."""
         if one.hold is not None and one.hold.node in lost:
             return "node_fail"
-        word = sights.HELD_BY.get(job.state, "")
+        word = sights.end_word(job)
         if one.leaving is Leaving.CANCELLED and word != "completed":
             return "cancelled"
         if word:

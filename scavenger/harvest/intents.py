@@ -42,7 +42,7 @@ class Tracked:
     asked_at: float = 0.0
     why_leaving: str = ""
     code_leaving: Code | None = None
-    pinned: str = ""  # the node that it was submitted for; after a restart the one where it ran, if it did
+    pinned: str = ""  # the node that it was submitted for; of an older ledger's job the one where it ran, if it did
     worked: bool = False  # its engine held leases
     inherited: bool = False  # a daemon before this one submitted it, perhaps for another release
 

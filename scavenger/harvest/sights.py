@@ -95,7 +95,9 @@ HELD_BY: Mapping[JobState, str] = {
 CRASHES = frozenset({JobState.FAILED, JobState.OUT_OF_MEMORY})
 
 _HOLDS_BACK = frozenset({JobFlag.REQUEUE_HOLD, JobFlag.SPECIAL_EXIT})
-_LEFT_ON_NOTICE = (128 + 15, 75)  # TERM, or EX_TEMPFAIL: what our worker exits with when it was told to go
+#: TERM, or EX_TEMPFAIL: what our job script exits with when its worker was told to go, and what that was when Slurm put nothing back.
+_LEFT = {128 + 15: "cancelled", 75: "preempted"}
+_LEFT_ON_NOTICE = tuple(_LEFT)
 _KILLED = (0, 128 + 9, *_LEFT_ON_NOTICE)
 #: Our worker's own word that the daemon refused it, or that it is of another release: no node's fault. What it lacks where it runs is.
 REFUSED = 78
@@ -155,6 +157,17 @@ def held_word(job: Job) -> str:
     """How the hold of a job that was put back and held is called in the ledger; "" for one that is not held."""
     why = held_back(job)
     return "failed" if why.startswith("launch") else "requeued" if why else ""
+
+
+def end_word(job: Job) -> str:
+    """How the hold of a job in this state is called in the ledger; "" while its state is no end.
+
+    Our job script ends as FAILED by its own choice in two cases: with 75 when the engine left on Slurm's notice and no requeue was taken,
+    and with 143 when somebody signalled all of the job (`scancel --full --signal=TERM`): Slurm's own signal comes with another state.
+    """
+    if job.state is JobState.FAILED and job.exit_code in _LEFT:
+        return _LEFT[job.exit_code]
+    return HELD_BY.get(job.state, "")
 
 
 def crashed(job: Job) -> bool:

@@ -1,6 +1,7 @@
 """Which jobs to submit, and on which nodes: what demand is not served, as far as room and limits go. Pure.
 
-A waiting job of ours serves demand. One that is to wait for long, where a fresh one could start now, is cancelled for that.
+A waiting job of ours serves demand where it keeps its place (`keep`); one that does not is cancelled, and submitted afresh where there is
+room.
 
 Owns the order of the limits and the words for what stopped it. Knows nothing of who leaves.
 """
@@ -13,12 +14,10 @@ from collections.abc import Mapping, Sequence
 from scavenger.cluster.model import ClusterView
 from scavenger.harvest.actions import CancelPending, Code, Limits, OurJob, Submit
 from scavenger.harvest.gates import Gates
+from scavenger.harvest.keep import Move, not_worth, wait_or_move
 from scavenger.harvest.others import OWN_LIMIT, Census, Ground
-from scavenger.harvest.room import Place, Room, room_of, waits_for
+from scavenger.harvest.room import Place, Room, room_of
 from scavenger.router.machine import Demand
-
-#: A job that waits this many times `fresh_after_s` for a node that looks free is held back by what we do not see.
-STUCK = 4.0
 
 
 def submit(
@@ -48,7 +47,8 @@ def submit(
         return [], *stop
     room = room_of(view, counted, ground, limits, now)
     gates.measure(room)
-    moving = _wait_or_move(counted, room, serving, ours, limits, now)
+    unworthy = not_worth(view, counted, demand, serving, limits, now, gates)
+    moving = [*unworthy, *wait_or_move(counted, room, serving, ours, unworthy, limits, now)]
     drafts = _Drafts(view, room, ours, counted.user_gpus, limits, gates)
     new, stop = _fill(demand, deficit, drafts, now)
     moved = _move({d.run_id: d for d in demand}, moving, drafts, now)
@@ -79,21 +79,19 @@ def _fill(
     return submits, None
 
 
-def _move(
-    by_run: Mapping[int, Demand], moving: Sequence[tuple[OurJob, str]], drafts: _Drafts, now: float
-) -> list[Submit | CancelPending]:
-    """Cancel and submit afresh what waits where it will not start soon, as far as there is room elsewhere."""
+def _move(by_run: Mapping[int, Demand], moving: Sequence[Move], drafts: _Drafts, now: float) -> list[Submit | CancelPending]:
+    """Cancel what does not keep its place, and submit it afresh as far as there is room elsewhere."""
     actions: list[Submit | CancelPending] = []
-    for job, why in moving:
-        want = by_run[job.run_id]
-        if drafts.stopped(want, instead_of=job) is not None:
-            continue
-        place = drafts.place(want)
-        if place is None:
+    for move in moving:
+        want = by_run[move.job.run_id]
+        place = drafts.place(want) if drafts.stopped(want, instead_of=move.job) is None else None
+        if place is None and not move.anyway:
             continue  # a smaller engine may still fit
-        drafts.drop(job)
-        actions.append(CancelPending(job.intent_id, f"{why}, and a fresh one can start now", Code.FRESH))
-        actions.append(drafts.submit(want, place, now))
+        drafts.drop(move.job)
+        why, code = (move.why, Code.SETTLING) if move.anyway else (f"{move.why}, and a fresh one can start now", Code.FRESH)
+        actions.append(CancelPending(move.job.intent_id, why, code))
+        if place is not None:
+            actions.append(drafts.submit(want, place, now))
     return actions
 
 
@@ -128,40 +126,6 @@ def preempted_enough(limits: Limits) -> str:
     if most is None or limits.preempted_last_hour < most:
         return ""
     return f"{limits.preempted_last_hour} preemptions in the last hour, max_preemptions_per_hour = {most}"
-
-
-def _wait_or_move(
-    counted: Census, room: Room, serving: Sequence[OurJob], ours: Sequence[OurJob], limits: Limits, now: float
-) -> list[tuple[OurJob, str]]:
-    """Set aside what our waiting jobs will take; return those that will not start soon where they wait, and why.
-
-    A job that is to begin later (a requeued one, Slurm's delay is 121 s by default), or whose node was taken, holds no idle GPU.
-    """
-    free_to_move = {job.intent_id for job in serving}
-    found = []
-    for job in sorted((job for job in ours if job.waits), key=lambda job: (-job.gpus, job.intent_id)):
-        listed = counted.ours.get(job.job_id)
-        # Slurm says by its own clock that it is to begin later; ours may be minutes behind, and then every fresh job would look like it
-        later = listed is not None and listed.waits and listed.reason.startswith("BeginTime")
-        begins_s = listed.eligible_time - now if listed is not None and later else 0.0
-        movable = job.intent_id in free_to_move and not job.held and job.job_id > 0
-        if begins_s > limits.fresh_after_s:
-            if movable:
-                found.append((job, f"it may begin in {begins_s:.0f} s"))
-            continue
-        pinned = waits_for(job, limits)
-        if pinned and not room.fits(pinned, job.gpus):
-            if movable and begins_s <= 0 and now - job.since >= limits.fresh_after_s:
-                found.append((job, f"it has waited for {pinned} for {now - job.since:.0f} s"))
-            continue
-        room.keep(pinned, job.gpus)
-        stuck_s = now - job.since
-        if limits.pin and movable and begins_s <= 0 and stuck_s >= STUCK * limits.fresh_after_s:
-            said = f" ({listed.reason})" if listed is not None and listed.reason else ""
-            where = f"{pinned} has room, and" if pinned else "it waits for a node that a daemon before this one chose, and"
-            found.append((job, f"{where} Slurm has not started it there for {stuck_s:.0f} s{said}"))
-            room.spaces.pop(pinned, None)  # Slurm knows why; another node is taken, or none
-    return found
 
 
 class _Drafts:

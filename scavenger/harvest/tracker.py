@@ -64,9 +64,9 @@ class Tracker:
 
     # ---------------------------------------------------------------- what we did
 
-    def intend(self, intended: rec.JobIntended, now: float, pinned: str = "") -> None:
-        """The intent is durable; its submission follows, for the node `pinned` if one was chosen."""
-        self.intents[intended.intent_id] = Tracked(intended, known_at=now, since=now, pinned=pinned)
+    def intend(self, intended: rec.JobIntended, now: float) -> None:
+        """The intent is durable; its submission follows."""
+        self.intents[intended.intent_id] = Tracked(intended, known_at=now, since=now, pinned=intended.pinned)
 
     def submitted(self, intent_id: str, job_id: int, now: float) -> Output:
         """Slurm answered with an id. The job waits until a view says otherwise."""
@@ -97,8 +97,9 @@ class Tracker:
     def restore(self, states: Sequence[rec.JobState], now: float) -> None:
         """Take over what the ledger has. Nothing is concluded before the first view."""
         for state in sorted(states, key=lambda s: s.intended.intent_id):
-            one = Tracked(state.intended, state.job_id, known_at=now, since=now, last_state=state.last_state, inherited=True,
-                          pinned=state.node)  # fmt: skip  # where it ran it will wait again: its room is kept
+            # Ledgers of before revision 0008 have none: where such a job ran it will wait again, and its room is kept.
+            pinned = state.intended.pinned or state.node
+            one = Tracked(state.intended, state.job_id, known_at=now, since=now, last_state=state.last_state, inherited=True, pinned=pinned)
             one.stage = Stage.UNKNOWN if not state.job_id else Stage.HOLDING if state.hold_open else Stage.WAITING
             # A hold may be recorded once: only a job last seen waiting has certainly not had the one of its present restart count.
             one.last_hold = state.restart_count - (state.last_state in ("", JobState.PENDING))

@@ -321,6 +321,7 @@ jobs = Table(
     _int("restart_count"),
     _maybe_time("observed_at"),
     _maybe_time("ended_at"),
+    _later_text("pinned"),  # the node that it was submitted for; "": Slurm chooses, or an older release did not note it
     Index("ix_jobs_ended", "ended_at"),
     Index("ix_jobs_job", "job_id"),
 )

@@ -258,7 +258,7 @@ KINDS: dict[type[Record], Kind] = {
     ),
     r.JobIntended: _kind(
         _insert(
-            t.jobs, **_same(t.jobs, "intent_id run_id partition gpus worker_key"), intended_at=":at",
+            t.jobs, **_same(t.jobs, "intent_id run_id partition gpus worker_key pinned"), intended_at=":at",
             job_id=0, last_state="", flags="", reason="", node="", restart_count=0,
         ),
         creates="jobs",

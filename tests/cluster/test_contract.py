@@ -146,6 +146,22 @@ def test_a_view_counts_gpus_by_node_and_owner(backend: Backend) -> None:
     assert find(view, ids[0]).holds_gpus
 
 
+def test_a_job_that_completes_holds_its_gpus_until_it_is_gone(backend: Backend, tmp_path: Path) -> None:
+    """Slurm's own figures of a node drop them at once."""
+    out = tmp_path / "out"
+    script = "trap 'sleep 1; exit' TERM\necho ready\nsleep 60 & wait"
+    job_id = backend.cluster.submit(spec(script, gpus=3, node="node1", output=out))
+    wait_for("it listens for the signal", lambda: out.exists() and "ready" in out.read_text())
+    until(backend, job_id, JobState.RUNNING)
+    backend.cluster.cancel((job_id,))
+    completing = 0
+    while (job := find(view := backend.cluster.view(), job_id)).holds_gpus:
+        completing += JobFlag.COMPLETING in job.flags
+        assert [node.idle_gpus for node in view.nodes if node.name == "node1"] == [1], job
+    assert completing
+    wait_for("its GPUs are idle", lambda: all(node.idle_gpus == 4 for node in backend.cluster.view().nodes))
+
+
 def test_a_view_shows_partitions_as_they_are_configured(backend: Backend) -> None:
     parts = {part.name: part for part in backend.cluster.view().partitions}
     assert parts["reserved"].nodes == {"node0"}

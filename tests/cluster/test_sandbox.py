@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from scavenger.cluster import procs, sandbox, sandbox_accounting
+from scavenger.cluster import procs, sandbox, sandbox_accounting, sandbox_nodes
 from scavenger.cluster.layout import decode_layout, demo_layout, encode_layout
 from scavenger.cluster.model import JobSpec, JobState
 from scavenger.cluster.port import Cluster
@@ -169,6 +169,21 @@ def test_the_services_end_one_by_one_each_while_the_next_is_still_there(tmp_path
         for child in daemons.children.values():
             child.kill()
             child.wait()
+        daemons._ports.close()
+
+
+def test_a_node_that_does_not_come_up_is_named_with_its_slurmds_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "_PLUGINS", (str(tmp_path),))
+    monkeypatch.setattr(sandbox_nodes, "ask", lambda _env, _names: {"node2": "unknown"})
+    daemons = sandbox._Daemons(demo_layout(), tmp_path)
+    (tmp_path / "log").mkdir()
+    (tmp_path / "log/slurmd.node2.log").write_text("slurmd: fatal: Unable to bind listen port (20003): Address already in use\n")
+    try:
+        with pytest.raises(ClusterError, match="no idle nodes") as caught:
+            sandbox_nodes.wait(daemons, time.monotonic())
+    finally:
+        daemons._ports.close()
+    assert "node2: unknown\nthe end of node2's slurmd log:\n  slurmd: fatal: Unable to bind" in caught.value.cause
 
 
 class _NoDaemons:

@@ -58,6 +58,8 @@ def test_idle_gpus_are_harvested_and_the_intent_is_durable_before_the_job_exists
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         assert keys.read_keypair(path).public == intended.worker_key
         assert world.allowed[intended.worker_key] == Identity("worker", intended.worker_key, "run", intended.intent_id)
+    pinned = {intended.intent_id: (intended.pinned,) for intended in world.of(rec.JobIntended)}
+    assert {job.name: job.nodes for job in world.jobs()} == pinned, "the node that was chosen is in the ledger"
     assert len(world.jobs()) == 3, "without cancel the jobs stay for the next daemon"
     assert all(job.comment == comment_of(UID, job.name) for job in world.jobs())
     sample = world.of(rec.ClusterSampled)[-1]

@@ -94,7 +94,7 @@ def test_limits_are_staggered_by_the_intent_alone_and_end_before_a_reservation(t
 )
 def test_a_container_stands_before_the_engine_and_nothing_in_it_is_expanded(tmp_path: Path, container: str, words: list[str]) -> None:
     script = job_spec(with_harvest(tmp_path, container=container), read_template(None), "slurm", "u", INTENT, SUBMIT).script
-    line = next(line for line in script.splitlines() if line.startswith("srun "))
+    line = next(line.strip() for line in script.splitlines() if line.strip().startswith("srun "))
     show = f"set -f; worker=(W); printf '%s\\0' {line.removeprefix('srun ')}"
     said = subprocess.run(["bash", "-c", show], capture_output=True, text=True, check=True).stdout.split("\0")[:-1]
     assert [word for word in said if word not in ("--ntasks=1", "--kill-on-bad-exit=1", "--mpi=none", "--input=none")] == [*words, "W"]

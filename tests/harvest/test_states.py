@@ -64,6 +64,8 @@ SCENES: dict[str, Scene] = {
     "PREEMPTED, not requeued": always(seen("PREEMPTED")),
     "OUT_OF_MEMORY": always(seen("OUT_OF_MEMORY", exit_code=0, **OVER)),
     "FAILED": always(seen("FAILED", exit_code=1, **OVER)),
+    "FAILED, 143": always(seen("FAILED", exit_code=143, **OVER)),
+    "FAILED, 75": always(seen("FAILED", exit_code=75, **OVER)),
     "TIMEOUT": always(seen("TIMEOUT", **OVER)),
     "DEADLINE": always(seen("DEADLINE", **OVER)),
     "COMPLETED": always(seen("COMPLETED", **OVER)),

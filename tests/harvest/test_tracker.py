@@ -202,8 +202,8 @@ def test_one_empty_look_ends_nothing_even_without_a_waiting_time() -> None:
         (JobState.CANCELLED, 143, "cancelled", False),
         (JobState.FAILED, 1, "failed", True),
         (JobState.FAILED, 137, "failed", True),
-        (JobState.FAILED, 143, "failed", False),  # left on the notice and could not put itself back
-        (JobState.FAILED, 75, "failed", False),
+        (JobState.FAILED, 143, "cancelled", False),  # somebody's signal, to all of it
+        (JobState.FAILED, 75, "preempted", False),  # left on the notice and could not put itself back
         (JobState.OUT_OF_MEMORY, 0, "failed", True),
         (JobState.TIMEOUT, 0, "timeout", False),
     ],
@@ -334,6 +334,13 @@ def test_after_a_restart_a_job_that_waits_again_waits_for_the_node_where_it_ran(
     w.tracker.restore([ran, never_ran], 100.0)
     w.see(101, ours(A, 5, restart_count=1, reason="BeginTime"), ours(B, 6, reason="Resources"))
     assert [job.pinned for job in w.tracker.jobs({})] == ["node1", ""]
+
+
+def test_after_a_restart_a_job_that_has_not_run_waits_for_the_node_that_was_chosen_for_it() -> None:
+    w = Watch()
+    w.tracker.restore([rec.JobState(intended(A, pinned="node2"), 5, "PENDING", 0, "", False)], 100.0)
+    w.see(101, ours(A, 5, reason="Resources"))
+    assert [job.pinned for job in w.tracker.jobs({})] == ["node2"]
 
 
 def test_after_a_restart_an_engine_that_dies_lived_since_its_hold_began() -> None:

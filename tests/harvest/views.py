@@ -50,5 +50,5 @@ def _held(jobs: Sequence[Job], name: str) -> int:
     return sum(gpus for one in jobs if one.holds_gpus for where, gpus in one.gpus_by_node if where == name)
 
 
-def intended(intent_id: str, at: float = 0.0, run_id: int = 1) -> JobIntended:
-    return JobIntended(intent_id, run_id, "scavenge", 1, "k" * 40, at)
+def intended(intent_id: str, at: float = 0.0, run_id: int = 1, pinned: str = "") -> JobIntended:
+    return JobIntended(intent_id, run_id, "scavenge", 1, "k" * 40, at, pinned)

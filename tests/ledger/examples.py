@@ -44,7 +44,7 @@ def prologue() -> list[r.Record]:
         r.RunCreated(1, "sorting", "owner", 17, CONFIG, '{"name": "reference"}', "/models/tokenizer.json", T0),
         r.AttemptGranted(1, 1, "login1", 100, 0, CONFIG, '{"name": "reference", "max_batch": 4}', T0),
         r.VersionPublished(1, 1, 0, 1, b"root1", b"manifest1", 4096, T0),
-        r.JobIntended("i1", 1, "scavenge", 1, "key1", T0),
+        r.JobIntended("i1", 1, "scavenge", 1, "key1", T0, "n3"),
         r.JobSubmitted("i1", 501, T0 + 1),
         r.JobObserved("i1", 501, "PENDING", "", "Priority", "", 0, T0 + 2),
         r.JobObserved("i1", 501, "RUNNING", "", "", "n3", 0, T0 + 3),

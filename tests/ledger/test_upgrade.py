@@ -38,9 +38,9 @@ def dump(url: str) -> Rows:
 
 
 def common(now: Rows, then: Rows) -> tuple[Rows, Rows]:
-    """Both, reduced to the tables and columns that each has. `superseded_at`: an upgrade ends generations."""
+    """Both, reduced to the tables and columns that each has rows of. `superseded_at`: an upgrade ends generations."""
     both: tuple[Rows, Rows] = ({}, {})
-    for name in now.keys() & then.keys():
+    for name in (name for name in now.keys() & then.keys() if now[name] or then[name]):
         columns = set(now[name][0]) & set(then[name][0]) - {"superseded_at"}
         for side, rows in zip(both, (now[name], then[name]), strict=True):
             side[name] = sorted(({c: row[c] for c in sorted(columns)} for row in rows), key=repr)
@@ -73,6 +73,7 @@ def test_what_was_noted_before_codes_and_kept_checkpoints_says_nothing_of_them(u
     store.upgrade(url)
     found = dump(url)
     assert {row["code"] for row in found["decisions"]} == {""}
+    assert {row["pinned"] for row in found["jobs"]} == {""}
     assert {row["kept"] for row in found["checkpoints"]} == {""}
     engine = store.open_readonly(url)
     with engine.connect() as connection:

@@ -86,12 +86,40 @@ def test_a_job_that_the_scheduler_ends_itself_leaves_at_once(tmp_path: Path, lea
     environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
     text = f"echo $$ > {tmp_path}/shell\n" + script("slurm", leave=leave)
     done = subprocess.run(["bash", "-c", text], env=environ, capture_output=True, text=True, timeout=90, check=False)
-    assert done.returncode == 75
-    assert "ended by the scheduler" in done.stderr
+    assert done.returncode == 143, "Slurm has its own word for the end by then; of another's signal it is the truth"
+    assert "ended by SIGTERM" in done.stderr
     called = (tmp_path / "called").read_text().split()
     assert not [one for one in called if one.startswith("scontrol")]
     assert sum(one.startswith("squeue") for one in called) == (0 if when == "srun" else 1)
     assert not {"sleep1", "sleep10"} & set(called), "others wait"
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_a_signal_to_the_script_alone_puts_the_job_back(tmp_path: Path, signals: int) -> None:
+    """`kill`, or `scancel --batch`: the engine has no signal, and by Slurm's own word the job runs. The requeue then signals both."""
+    shell = 'kill -TERM "$(cat shell)"\n'
+    bodies = {
+        "srun": f"trap 'exit 75' TERM\necho $$ > engine\n{(shell + 'sleep 0.2' + chr(10)) * signals}while :; do sleep 0.05; done",
+        "squeue": "echo RUNNING", "scontrol": f'{shell}kill -TERM "$(cat engine)"',
+    }  # fmt: skip
+    for name, body in bodies.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\ncd {tmp_path}\necho {name} $1 >> called\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    text = f"echo $$ > {tmp_path}/shell\n" + script("slurm")
+    done = subprocess.run(["bash", "-c", text], env=environ, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 143
+    assert "not the scheduler's: the job puts itself back" in done.stderr
+    assert "ended by SIGTERM (worker's code 75)" in done.stderr
+    assert (tmp_path / "called").read_text().splitlines() == ["srun --ntasks=1", "squeue -h", "scontrol requeue"]
+
+
+@pytest.mark.parametrize("code", [0, 69, 70, 72, 78])
+def test_the_job_ends_with_its_workers_code(tmp_path: Path, code: int) -> None:
+    (tmp_path / "srun").write_text(f"#!/bin/sh\nexit {code}\n")
+    (tmp_path / "srun").chmod(0o755)
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    assert subprocess.run(["bash", "-c", script("slurm")], env=environ, timeout=90, check=False).returncode == code
 
 
 class Site:
@@ -188,6 +216,26 @@ def test_a_drained_engines_job_ends_completed(site: Site) -> None:
 
     job = site.job(asyncio.run(main()))
     assert job is None or job.state is JobState.COMPLETED
+
+
+@pytest.mark.slurm
+@pytest.mark.parametrize(("whom", "state", "restarts"), [("--batch", JobState.PENDING, 1), ("--full", JobState.FAILED, 0)])
+def test_a_signal_by_hand_is_no_scheduler_s(slurm_sandbox: SlurmSandbox, tmp_path: Path, whom: str, state: JobState, restarts: int) -> None:
+    """To the script alone: the job puts itself back. To all of it: it has ended, by a signal. The engine is a stand-in."""
+    engine, output, cluster = tmp_path / "python", tmp_path / "job.out", SlurmCluster(slurm_sandbox.env)
+    engine.write_text("#!/bin/bash\ntrap 'exit 75' TERM\necho ready\nwhile :; do sleep 0.1; done\n")
+    engine.chmod(0o755)
+    text = script("slurm", python=str(engine))
+    job_id = cluster.submit(JobSpec("engine", "ours", "scavenge", text, gpus=1, nodelist=("node1",), output=str(output), time_s=600))
+
+    def now() -> Job:
+        return next(job for job in cluster.view().jobs if job.job_id == job_id)
+
+    wait_for("its engine works", lambda: output.exists() and "ready" in output.read_text())
+    slurm_sandbox.run("scancel", "--signal=TERM", whom, str(job_id))
+    wait_for(f"the job is {state}", lambda: _is(now(), state))
+    assert now().restart_count == restarts
+    assert state is JobState.PENDING or now().exit_code == 143
 
 
 def _is(job: Job | None, state: JobState) -> bool:

@@ -26,6 +26,7 @@ from rollout.events import (
     Tick,
     Unreachable,
 )
+from rollout.worker import LINGER_MS
 from scavenger import wire
 from tests.rollout.talk import LIMITS, WELCOME, Talk, lease, of, sent
 
@@ -160,3 +161,8 @@ def test_a_worker_that_no_daemon_wants_gives_its_gpu_back() -> None:
     (leave,) = of(Leave, t.log)
     assert leave.code == EXIT_NO_DAEMON
     assert t.now <= 132
+
+
+def test_a_goodbye_that_nobody_answers_ends_before_slurmd_looks_for_the_second_time() -> None:
+    """It looks 0.17 and 0.67 s after a signal without grace, then a second later: others would wait for all of that."""
+    assert Limits().notice_s + LINGER_MS / 1000 < 0.67 - 0.1, "srun and the job's script end after the engine"

@@ -34,7 +34,7 @@ class WorkerLeft(Record, frozen=True):
 
 
 class JobIntended(Record, frozen=True):
-    """Written before the submission, so that no job of ours is ever unknown."""
+    """Written before the submission, so that no job of ours is ever unknown. `pinned`: the one node that it is for; "": Slurm chooses."""
 
     intent_id: str
     run_id: int
@@ -42,6 +42,7 @@ class JobIntended(Record, frozen=True):
     gpus: int
     worker_key: str
     at: float
+    pinned: str = ""
 
 
 class JobSubmitted(Record, frozen=True):
