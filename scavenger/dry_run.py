@@ -45,7 +45,9 @@ def lines(config: DaemonConfig, view: ClusterView, decision: Decision, now: floa
     )
     yield f"  {decision.reason}"
     for action in decision.actions:
-        if isinstance(action, Submit):
+        if isinstance(action, Submit) and action.spare:
+            yield f"  would submit a job of {action.gpus} GPUs to {action.partition} that waits: {action.reason}"
+        elif isinstance(action, Submit):
             where = f" on {','.join(action.nodelist)}" if action.nodelist else ""
             yield f"  would submit a job of {action.gpus} GPU{'s' if action.gpus > 1 else ''} to {action.partition}{where}: {action.reason}"
 

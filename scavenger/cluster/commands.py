@@ -10,6 +10,7 @@ Knows nothing of processes, clocks or environment variables. Times are asked for
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -79,6 +80,12 @@ def requeue_argv(job_id: int) -> list[str]:
     return ["scontrol", "requeue", str(_positive("job id", job_id))]
 
 
+def release_argv(job_id: int, node: str) -> list[str]:
+    if not node or re.search(r"[\s,=]", node):
+        raise ClusterError(f"{node!r} names no single node")
+    return ["scontrol", "update", f"JobId={_positive('job id', job_id)}", "StartTime=now", f"ReqNodeList={_text('node', node)}"]
+
+
 def sbatch_argv(spec: JobSpec) -> list[str]:
     """`sbatch` for a script on stdin. `spec.gpus` is a node's share, as in `--gres`. Raises `ClusterError` on bad values."""
     for what, text in (("name", spec.name), ("partition", spec.partition)):
@@ -100,6 +107,8 @@ def sbatch_argv(spec: JobSpec) -> list[str]:
         argv.append(f"--time-min={format_minutes(spec.time_min_s)}")
     if spec.nice:
         argv.append(f"--nice={spec.nice}")
+    if spec.begin_s > 0:
+        argv.append(f"--begin=now+{math.ceil(spec.begin_s)}")
     lists = (("nodelist", spec.nodelist), ("exclude", spec.exclude))
     argv += [f"--{option}={','.join(_text(option, name) for name in names)}" for option, names in lists if names]
     texts = (("chdir", spec.workdir), ("account", spec.account), ("qos", spec.qos), ("wckey", spec.wckey),

@@ -68,6 +68,9 @@ class LocalCluster:
     def requeue(self, job_id: int) -> None:
         self._ask(wire.RequeueJob(job_id), wire.DoneReply)
 
+    def release(self, job_id: int, node: str) -> None:
+        self._ask(wire.ReleaseJob(job_id, node), wire.DoneReply)
+
     def close(self) -> None:
         """Nothing is held between calls."""
 

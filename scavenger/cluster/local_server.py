@@ -38,6 +38,7 @@ from scavenger.cluster.schedule_model import (
     NodeDown,
     NodeUp,
     Notice,
+    Release,
     Requeue,
     Signal,
     Start,
@@ -199,6 +200,9 @@ class Server:
                 return wire.DoneReply()
             case wire.RequeueJob():
                 self.apply(Requeue(request.job_id))
+                return wire.DoneReply()
+            case wire.ReleaseJob():
+                self.apply(Release(request.job_id, request.node))
                 return wire.DoneReply()
             case wire.SetNode():
                 self.apply(NodeUp(request.node) if request.up else NodeDown(request.node))

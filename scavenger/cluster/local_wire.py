@@ -39,6 +39,11 @@ class RequeueJob(msgspec.Struct, frozen=True, tag=True):
     job_id: int
 
 
+class ReleaseJob(msgspec.Struct, frozen=True, tag=True):
+    job_id: int
+    node: str
+
+
 class SetNode(msgspec.Struct, frozen=True, tag=True):
     node: str
     up: bool
@@ -73,7 +78,7 @@ class RefusedReply(msgspec.Struct, frozen=True, tag=True):
     remedy: str
 
 
-Request = GetInfo | GetView | SubmitJob | CancelJobs | RequeueJob | SetNode | KillProcesses
+Request = GetInfo | GetView | SubmitJob | CancelJobs | RequeueJob | ReleaseJob | SetNode | KillProcesses
 Reply = InfoReply | ViewReply | SubmitReply | KillReply | DoneReply | RefusedReply
 
 request_decoder = msgspec.msgpack.Decoder(Request)

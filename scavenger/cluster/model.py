@@ -204,6 +204,7 @@ class JobSpec:
     time_min_s: float = 0.0
     requeue: bool = True
     nice: int = 0
+    begin_s: float = 0.0  # it may not begin sooner than so long after its submission, unless it is released
     nodelist: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     output: str = "/dev/null"

@@ -47,6 +47,10 @@ class Cluster(Protocol):
         """Put a running job of ours back into the queue under the same id; its restart count grows by one."""
         ...
 
+    def release(self, job_id: int, node: str) -> None:
+        """Let a waiting job of ours begin now, and on this node only, whatever was said of either when it was submitted."""
+        ...
+
     def close(self) -> None:
         """Release sockets and helper processes. The cluster and its jobs go on."""
         ...

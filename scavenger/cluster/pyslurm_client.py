@@ -123,6 +123,9 @@ class PyslurmCluster:
     def requeue(self, job_id: int) -> None:
         self._commands.requeue(job_id)
 
+    def release(self, job_id: int, node: str) -> None:
+        self._commands.release(job_id, node)
+
     def close(self) -> None:
         """End the process."""
         self._child.end()

@@ -19,6 +19,7 @@ CONFIG: Mapping[str, int] = {"build_info": 1}
 TOPOLOGY: Mapping[str, int] = {"topo_info": 1}
 SUBMIT: Mapping[str, int] = {"submit": 1}
 REQUEUE: Mapping[str, int] = {"requeue": 1}
+UPDATE: Mapping[str, int] = {"update_job": 1}
 
 
 class RpcCounter:
@@ -33,7 +34,8 @@ class RpcCounter:
             self._counts.update(cost)
 
     def counts(self) -> dict[str, int]:
-        """By request: 'job_info', 'node_info', 'partition_info', 'reservation_info', 'build_info', 'submit', 'kill', 'requeue'."""
+        """By request: 'job_info', 'node_info', 'partition_info', 'reservation_info', 'build_info', 'submit', 'kill', 'requeue',
+        'update_job'."""
         with self._lock:
             return dict(self._counts)
 

@@ -61,6 +61,14 @@ class Requeue:
 
 
 @dataclass(frozen=True, slots=True)
+class Release:
+    """A waiting job may begin now, and only on this node."""
+
+    job_id: int
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
 class Exited:
     """The processes of one incarnation are all gone. `exit_code` is the shell's view: 128 + signal for a killed one."""
 
@@ -84,7 +92,7 @@ class Tick:
     """Time has passed; see `Scheduler.next_wakeup`."""
 
 
-Event = Submit | Cancel | Requeue | Exited | NodeDown | NodeUp | Tick
+Event = Submit | Cancel | Requeue | Release | Exited | NodeDown | NodeUp | Tick
 
 
 # ---- actions --------------------------------------------------------------------------------------------------------

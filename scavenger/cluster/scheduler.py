@@ -18,7 +18,7 @@ What it models, and how it differs from Slurm:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from scavenger.cluster.layout import Layout, PartitionLayout
 from scavenger.cluster.model import ClusterView, Job, JobFlag, JobState, Node, Partition, PreemptMode
@@ -34,6 +34,7 @@ from scavenger.cluster.schedule_model import (
     Notice,
     Phase,
     Record,
+    Release,
     Requeue,
     Requeued,
     Signal,
@@ -77,6 +78,8 @@ class Scheduler:
                 actions += self._cancel(self._find(event.job_id), now)
             case Requeue():
                 actions += self._requeue(self._find(event.job_id), now)
+            case Release():
+                self._release(self._find(event.job_id), self._node(event.node), now)
             case Exited():
                 actions += self._exited(event, now)
             case NodeDown():
@@ -116,7 +119,8 @@ class Scheduler:
             raise ClusterError(f"Invalid partition name specified: {spec.partition}", f"use one of {', '.join(self._parts)}")
         if not spec.script.startswith("#!"):
             raise ClusterError("This does not look like a batch script: its first line must start with #!")
-        job = Record(self._next_id, spec, event.user, submit_time=now, eligible_time=now)
+        job = Record(self._next_id, spec, event.user, submit_time=now, eligible_time=now + spec.begin_s)
+        job.reason = "BeginTime" if spec.begin_s > 0 else job.reason
         fits = spec.gpus <= self.layout.gpus and job.cpus_per_node <= self.layout.cpus
         kind = spec.gpu_type in ("", self.layout.gpu_type)
         if not (fits and kind and len(self._allowed(job)) >= spec.nodes):
@@ -138,6 +142,11 @@ class Scheduler:
         if job.phase not in (Phase.RUNNING, Phase.GRACE) or not job.spec.requeue:
             raise ClusterError(f"Job {job.job_id} cannot be requeued: {job.phase}, requeue={job.spec.requeue}")
         return self._stop(job, JobState.PREEMPTED, "requeued", now, requeue=True)
+
+    def _release(self, job: Record, node: str, now: float) -> None:
+        if job.phase is not Phase.PENDING:
+            raise ClusterError(f"Job {job.job_id} is no longer pending execution")
+        job.spec, job.eligible_time = replace(job.spec, nodelist=(node,)), now
 
     def _exited(self, event: Exited, now: float) -> list[Action]:
         job = self._find(event.job_id)

@@ -149,6 +149,9 @@ class SlurmCluster:
     def requeue(self, job_id: int) -> None:
         self._ask(commands.requeue_argv(job_id), rpc.REQUEUE)
 
+    def release(self, job_id: int, node: str) -> None:
+        self._ask(commands.release_argv(job_id, node), rpc.UPDATE)
+
     def close(self) -> None:
         """Nothing is held between calls."""
 

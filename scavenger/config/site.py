@@ -96,6 +96,7 @@ class HarvestSection(Section):
     drain_before_s: Annotated[float, Field(ge=0)] = 30.0  # leave so long before the time limit or a reservation
     fresh_after_s: Seconds = 30.0
     outlast: Fraction = 0.985  # of the idle GPUs that are taken, the share that shall outlast an engine's start; 0 = take what is idle
+    spares: NonNegative = 4  # jobs that wait until we say where they begin, so that others' small jobs do not break up idle nodes
     leave: Literal["requeue", "wait"] = "requeue"
     pull_mb_per_s: Annotated[float, Field(ge=0)] = 0.0  # of weights, by all harvested engines of a node together; 0 = no bound
     nice: NonNegative = 10_000

@@ -58,6 +58,7 @@ class Code(StrEnum):
     COURTESY = "courtesy"  # a user who can preempt us waits all the same, or will
     ENDING = "ending"  # its time limit comes
     DRAINED = "drained"  # its node is taken out of service
+    SPARE = "spare"  # one more that waits for us to say where it begins; or such a one that is not needed
     FRESH = "fresh"  # a fresh job starts sooner elsewhere than this one where it waits
 
 
@@ -68,6 +69,7 @@ class OurJob:
     `held` is why a waiting job never starts by itself, or "". `asked_at`: when it was asked to leave (Unix s). The router says whether an
     engine of the job is `connected`, how many `leases` it holds and `idle_since` when it has had none (Unix s, 0 = unknown). `node`: where
     it runs; `pinned`: the one node that it was submitted for, "" when Slurm chooses. `since`: when it came to wait, or to run (Unix s).
+    `spare`: it waits for us to say where it begins (`spares`).
     """
 
     intent_id: str
@@ -85,6 +87,7 @@ class OurJob:
     pinned: str = ""
     since: float = 0.0
     why_leaving: Code | None = None
+    spare: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +127,7 @@ class Limits:
     min_life_s: float = 0.0  # no engine is started where a reservation begins sooner
     fresh_after_s: float = float("inf")  # a job of ours that waits longer than this is submitted anew where it could start now
     pin: bool = False  # each job is submitted for one node
+    spares: int = 0  # jobs that wait for us to say where they begin
     stop: str = ""
     stop_now: bool = False  # `stop` does not wait for engines to drain
     hidden: str = ""
@@ -152,6 +156,17 @@ class Submit:
     cpus: int = 0
     memory_mb: int = 0
     most_s: float = 0.0
+    spare: bool = False  # it begins where and when it is released
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Let a waiting job begin, on this node."""
+
+    intent_id: str
+    node: str
+    reason: str
+    code: Code = Code.WANTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +194,7 @@ class Cancel:
     code: Code
 
 
-Action = Submit | CancelPending | GiveBack | Cancel
+Action = Submit | Release | CancelPending | GiveBack | Cancel
 
 
 @dataclass(frozen=True, slots=True)

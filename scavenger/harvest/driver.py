@@ -42,7 +42,7 @@ from scavenger.harvest.idling import Idling
 from scavenger.harvest.leave import leave_by, unseen
 from scavenger.harvest.limits import pace_of, rules_of, stale_s
 from scavenger.harvest.pace import Look, Pace
-from scavenger.harvest.policy import Cancel, CancelPending, Code, Decision, GiveBack, Leaving, Submit
+from scavenger.harvest.policy import Cancel, CancelPending, Code, Decision, GiveBack, Leaving, Release, Submit
 from scavenger.harvest.room import owners
 from scavenger.harvest.script import drop_empty_log, job_spec, read_template
 from scavenger.harvest.standing import Standing
@@ -110,6 +110,7 @@ class Harvester:
         self.view: ClusterView | None = None  # the last complete observation, for the display
         self._info: ClusterInfo | None = None
         self._info_at = -math.inf
+        self._spares: int | None = None  # how many spares there are, where it is not as configured: Slurm refused to release one
         self._refused = ""  # why the partition may no longer be harvested
         self._pace, self._monotonic = Pace(pace_of(config), draw, monotonic()), monotonic
         self._by = math.inf  # when somebody was promised GPUs (`monotonic`)
@@ -218,7 +219,8 @@ class Harvester:
         now = self._clock()
         assert self._info is not None  # by `_observe`
         limits = self.standing.limits(view, self._info, self.tracker, self._leave_s, now)
-        limits = replace(limits, idle=self.idling.known(self.config.harvest.outlast, now))
+        spares = limits.spares if self._spares is None else self._spares
+        limits = replace(limits, idle=self.idling.known(self.config.harvest.outlast, now), spares=spares)
         self._write(self.standing.events)
         self.standing.events.clear()
         decision = policy.decide(view, demand, self.tracker.jobs(self._leases()), limits, now)
@@ -321,10 +323,13 @@ class Harvester:
             if isinstance(action, GiveBack):
                 self._give_back(action, inputs)
         await self._cancel(cancels, inputs)
-        for number, action in enumerate(action for action in decision.actions if isinstance(action, Submit)):
+        starts = [action for action in decision.actions if isinstance(action, Submit | Release)]
+        for number, action in enumerate(starts):
             if number and await self._overtaken():
                 return
-            if not await self._submit(action, inputs):
+            if isinstance(action, Release):
+                await self._release(action, inputs)
+            elif not await self._submit(action, inputs):
                 return  # one that fails says enough about the next
 
     async def _overtaken(self) -> bool:
@@ -368,6 +373,22 @@ class Harvester:
         self.tracker.revoke(action.intent_id, Leaving.GIVEN_BACK, action.reason, now, action.code)
         self._post(IntentRevoked(action.intent_id, action.reason))
 
+    async def _release(self, action: Release, inputs: str) -> None:
+        """Let a waiting job begin. One that Slurm does not let us steer is cancelled, and there are no spares from then on."""
+        one = self.tracker.intents[action.intent_id]
+        await self._durable.within([decided(action, action.intent_id, inputs, self._clock())])  # who was replaced is fenced here
+        try:
+            await self._call(self.cluster.release, one.job_id, action.node)
+        except ClusterUnavailable:
+            raise
+        except ClusterError as error:
+            self._spares = 0
+            why = f"job {one.job_id} was not released to {action.node}: {error.cause}"
+            self._write([rec.Event("release_refused", one.intended.run_id, action.intent_id, why, "{}", self._clock())])
+            await self._cancel([CancelPending(action.intent_id, why, Code.SPARE)], inputs)
+        else:
+            self.tracker.released(action.intent_id, action.node, self._clock())
+
     async def _submit(self, action: Submit, inputs: str) -> bool:
         """Submit one job. The intent is durable before Slurm can know of it. False when Slurm did not take it."""
         intent_id = sights.intent_name(self._token())
@@ -381,7 +402,7 @@ class Harvester:
         pinned = spec.nodelist[0] if spec.nodelist else ""
         intended = rec.JobIntended(intent_id, action.run_id, action.partition, action.gpus, pair.public, now, pinned)
         durable = await self._durable.within([intended, decided(action, intent_id, inputs, now)])
-        self.tracker.intend(intended, self._clock())
+        self.tracker.intend(intended, self._clock(), spare=action.spare)
         if not durable:  # Slurm never hears of it: the intent, should it become durable yet, is followed by its end
             self._absorb(self.tracker.submit_refused(intent_id, "the ledger is stalled: the intent is not durable", self._clock()))
             return False
@@ -436,7 +457,7 @@ class Harvester:
                 for action in unseen(self.tracker.jobs(self._leases()), self.standing.seen.reason):
                     self._give_back(action, "{}")
             moved = self._poked.is_set() or changed or _shape(self._demand()) != self._decided_on
-            rests = not self.tracker.intents and not any(d.engines for d in self._demand())
+            rests = all(one.spare for one in self.tracker.intents.values()) and not any(d.engines for d in self._demand())
             # Who stops harvesting does not wait for a budget. Who resumes does, or a file that comes and goes would be a flood of looks.
             by = now if changed and self.standing.seen is not None else self._by
             due_at, look = self._pace.next(now, expecting=self.tracker.expecting(self._clock()), moved=moved, rests=rests, by=by)

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from scavenger.harvest.actions import Cancel, CancelPending, GiveBack, Submit
+from scavenger.harvest.actions import Action, Cancel, CancelPending, GiveBack, Release, Submit
 from scavenger.ledger import records as rec
 
 log = structlog.get_logger()
@@ -54,9 +54,9 @@ class Durable:
         return True
 
 
-def decided(action: Submit | CancelPending | GiveBack | Cancel, intent_id: str, inputs: str, now: float) -> rec.Decision:
+def decided(action: Action, intent_id: str, inputs: str, now: float) -> rec.Decision:
     """The record of one action."""
-    names = {Submit: "submit", CancelPending: "cancel_pending", GiveBack: "give_back", Cancel: "cancel"}
+    names = {Submit: "submit", Release: "release", CancelPending: "cancel_pending", GiveBack: "give_back", Cancel: "cancel"}
     return rec.Decision("harvest", names[type(action)], intent_id, action.reason, inputs, now, action.code)
 
 

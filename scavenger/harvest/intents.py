@@ -43,6 +43,7 @@ class Tracked:
     why_leaving: str = ""
     code_leaving: Code | None = None
     pinned: str = ""  # the node that it was submitted for; of an older ledger's job the one where it ran, if it did
+    spare: bool = False  # it waits for us to say where it begins
     worked: bool = False  # its engine held leases
     inherited: bool = False  # a daemon before this one submitted it, perhaps for another release
 

@@ -34,6 +34,7 @@ class Move:
     job: OurJob
     why: str
     anyway: bool = False
+    ready: bool = False  # nothing but room is waited for: it could start elsewhere as it is
 
 
 def not_worth(
@@ -90,7 +91,7 @@ def wait_or_move(
         pinned = waits_for(job, limits)
         if pinned and not room.fits(pinned, job.gpus):
             if movable and begins_s <= 0 and now - job.since >= limits.fresh_after_s:
-                found.append(Move(job, f"it has waited for {pinned} for {now - job.since:.0f} s"))
+                found.append(Move(job, f"it has waited for {pinned} for {now - job.since:.0f} s", ready=True))
             continue
         room.keep(pinned, job.gpus)
         if limits.pin and movable and begins_s <= 0 and now - job.since >= STUCK * limits.fresh_after_s:

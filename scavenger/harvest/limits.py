@@ -107,6 +107,7 @@ def _configured(config: DaemonConfig, now: float) -> Limits:
         drain_before_s=harvest.drain_before_s,
         min_life_s=min(LEAST_LIFE_S, harvest.time_limit_s) + harvest.drain_before_s,
         fresh_after_s=harvest.fresh_after_s,
+        spares=harvest.spares,
         pin=harvest.placement == "node" and not harvest.constraint,  # which nodes have the features is Slurm's to know
         max_preemptions_per_hour=harvest.max_preemptions_per_hour,
     )

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from scavenger.cluster.model import ClusterView
+from scavenger.harvest import spares
 from scavenger.harvest.actions import (
     Action,
     Cancel,
@@ -25,6 +26,7 @@ from scavenger.harvest.actions import (
     Leaving,
     Limits,
     OurJob,
+    Release,
     Submit,
 )
 from scavenger.harvest.gates import Gates
@@ -34,7 +36,8 @@ from scavenger.harvest.submit import preempted_enough, submit
 from scavenger.harvest.yielding import could_start
 from scavenger.router.machine import Demand
 
-__all__ = ["Action", "Cancel", "CancelPending", "Code", "Decision", "GiveBack", "Leaving", "Limits", "OurJob", "Submit", "allot", "decide"]
+__all__ = ["Action", "Cancel", "CancelPending", "Code", "Decision", "GiveBack", "Leaving", "Limits", "OurJob", "Release", "Submit"]
+__all__ += ["allot", "decide"]
 
 
 def decide(view: ClusterView, demand: Sequence[Demand], jobs: Sequence[OurJob], limits: Limits, now: float) -> Decision:
@@ -43,16 +46,19 @@ def decide(view: ClusterView, demand: Sequence[Demand], jobs: Sequence[OurJob], 
     if age > limits.stale_s:
         old = f"the last observation is {age:.0f} s old (over {limits.stale_s:g} s): nothing is decided on it"
         return Decision((), old, Code.STALE_VIEW)
-    ours = sorted(jobs, key=lambda job: job.intent_id)
+    every = sorted(jobs, key=lambda job: job.intent_id)
+    ours, waiting = [job for job in every if not job.spare], [job for job in every if job.spare]
     wanted = sorted((d for d in demand if d.engines > 0), key=lambda d: d.run_id)
     closed = _closed(limits)
     allotted = allot(wanted, 0 if closed else limits.max_engines, limits.max_gpus)
-    counted, ground = census(view, frozenset(job.job_id for job in ours if job.job_id), limits, now)
-    actions: list[Action] = [*insist(ours, limits, now)]
+    counted, ground = census(view, frozenset(job.job_id for job in every if job.job_id), limits, now)
+    actions: list[Action] = [*insist(every, limits, now)]
     staying = _staying(ours, actions)
     surplus = _surplus(staying, wanted, allotted, closed, limits)
     actions += surplus
     staying = _staying(staying, surplus)
+    waiting = _staying(waiting, actions)
+    actions += spares.surplus(waiting, wanted, closed, limits)
     leaves = asked_to_leave(view, counted, ground, ours, staying, limits, now)
     actions += leaves
     serving = _staying(staying, leaves)
@@ -61,7 +67,7 @@ def decide(view: ClusterView, demand: Sequence[Demand], jobs: Sequence[OurJob], 
         code, why = closed
     else:
         gates = Gates(wanted, limits, now)
-        more, code, why = submit(view, counted, ground, wanted, allotted, serving, ours, limits, now, gates)
+        more, code, why = submit(view, counted, ground, wanted, allotted, serving, ours, _staying(waiting, actions), limits, now, gates)
         actions += more
     if not wanted and not closed:
         code = Code.NO_DEMAND if demand else Code.NO_RUN

@@ -60,6 +60,7 @@ class Room:
     booked: tuple[str, ...] = ()
     full: tuple[str, ...] = ()
     refused: bool = False
+    shared: frozenset[str] = frozenset()  # nodes where others hold GPUs
     settling: int = 0  # GPUs, at most, that would have been taken had they been idle for longer, or been worth a start
     too_large: bool = field(default=False)  # a configured memory that is more than an engine's share
 
@@ -91,6 +92,10 @@ class Room:
         name = best[2]
         self._use(name, gpus, *share)
         return Place(name, *share, self.until.get(name, float("inf")))
+
+    def share(self, node: str, gpus: int, cpus: int, memory_mb: int) -> tuple[int, int] | None:
+        """CPUs and memory that an engine gets there; None where it would not live on its share, or there is no such node."""
+        return self._share(self.nodes[node], gpus, cpus, memory_mb) if node in self.nodes else None
 
     def fits(self, node: str, gpus: int) -> bool:
         """Whether a job that waits for this very node can start there."""
@@ -196,12 +201,19 @@ def room_of(view: ClusterView, counted: Census, ground: Ground, limits: Limits, 
     room = Room(
         spaces, nodes, until, _quotas(view, nodes, spaces, limits), limits.max_gpus_per_node, held, {}, idle, claimed,
         headroom_gpus=_headroom(limits, kept), closed=tuple(sorted(quarantined)), booked=tuple(sorted(booked)),
-        full=_full(held, nodes, limits),
+        full=_full(held, nodes, limits), shared=_shared(nodes, counted),
     )  # fmt: skip
     for name, gpus in held.items():
         if name in nodes:
             room.groups[nodes[name].partitions] = room.groups.get(nodes[name].partitions, 0) + gpus
     return room
+
+
+def _shared(nodes: Mapping[str, Node], counted: Census) -> frozenset[str]:
+    """Where somebody else holds GPUs and is not about to give them back."""
+    none = Space(0, 0, 0)
+    ours = {name: counted.held.get(name, none).gpus + counted.freed.get(name, none).gpus for name in nodes}
+    return frozenset(name for name, node in nodes.items() if node.gpus_allocated > ours[name])
 
 
 def begins(view: ClusterView, now: float) -> dict[str, float]:

@@ -16,6 +16,7 @@ from scavenger.config import DaemonConfig
 from scavenger.errors import ConfigError
 from scavenger.harvest.policy import Submit
 from scavenger.harvest.sights import comment_of
+from scavenger.harvest.spares import BEGIN_S
 
 
 def read_template(path: Path | None) -> str:
@@ -79,6 +80,7 @@ def job_spec(config: DaemonConfig, template: str, backend: str, uid: str, intent
         time_min_s=time_min_s if time_min_s < limit_s else 0.0,
         requeue=True,
         nice=harvest.nice,
+        begin_s=BEGIN_S if submit.spare else 0.0,
         nodelist=submit.nodelist,
         exclude=submit.exclude,
         output=str(log_path(state_dir, intent_id)),

@@ -12,12 +12,15 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from scavenger.cluster.model import ClusterView
-from scavenger.harvest.actions import CancelPending, Code, Limits, OurJob, Submit
+from scavenger.harvest.actions import CancelPending, Code, Limits, OurJob, Release, Submit
 from scavenger.harvest.gates import Gates
 from scavenger.harvest.keep import Move, not_worth, wait_or_move
 from scavenger.harvest.others import OWN_LIMIT, Census, Ground
-from scavenger.harvest.room import Place, Room, room_of
+from scavenger.harvest.room import Place, Room, room_of, waits_for
+from scavenger.harvest.spares import Spares, more
 from scavenger.router.machine import Demand
+
+Start = Submit | Release | CancelPending
 
 
 def submit(
@@ -28,11 +31,15 @@ def submit(
     allotted: Mapping[int, int],
     serving: Sequence[OurJob],
     ours: Sequence[OurJob],
+    spares: Sequence[OurJob],
     limits: Limits,
     now: float,
     gates: Gates,
-) -> tuple[list[Submit | CancelPending], Code, str]:
-    """Jobs for what demand is not served, one run after the other, as far as room and limits go; and what stopped it, code and words."""
+) -> tuple[list[Start], Code, str]:
+    """Jobs for what demand is not served, one run after the other, as far as room and limits go; and what stopped it, code and words.
+
+    `ours` has no spares. New ones come first: they are to be older than what is submitted with them.
+    """
     have = Counter(job.run_id for job in serving)
     deficit = {d.run_id: allotted[d.run_id] - have[d.run_id] for d in demand}
     waiting = any(job.waits for job in serving)
@@ -49,10 +56,11 @@ def submit(
     gates.measure(room)
     unworthy = not_worth(view, counted, demand, serving, limits, now, gates)
     moving = [*unworthy, *wait_or_move(counted, room, serving, ours, unworthy, limits, now)]
-    drafts = _Drafts(view, room, ours, counted.user_gpus, limits, gates)
+    user_gpus = counted.user_gpus - sum(job.gpus for job in spares if job.job_id in counted.ours)
+    drafts = _Drafts(view, room, ours, spares, user_gpus, limits, gates)
     new, stop = _fill(demand, deficit, drafts, now)
     moved = _move({d.run_id: d for d in demand}, moving, drafts, now)
-    actions = [*moved, *new]
+    actions = [*more(spares, demand, allotted, limits, drafts.least_share(demand)), *moved, *new]
     if stop is not None:
         return actions, *stop
     if room.refused:
@@ -62,31 +70,35 @@ def submit(
 
 def _fill(
     demand: Sequence[Demand], deficit: dict[int, int], drafts: _Drafts, now: float
-) -> tuple[list[Submit], tuple[Code, str] | None]:
+) -> tuple[list[Start], tuple[Code, str] | None]:
     """One job each in turn for what is not served; and the limit that ended it, None when it was the room or the demand."""
-    submits: list[Submit] = []
+    begun: list[Start] = []
     while any(missing > 0 for missing in deficit.values()):
         for want in demand:
             if deficit[want.run_id] <= 0:
                 continue
             stop = drafts.stopped(want)
             if stop is not None:
-                return submits, stop
+                return begun, stop
             place = drafts.place(want)
             deficit[want.run_id] = deficit[want.run_id] - 1 if place is not None else 0
             if place is not None:
-                submits.append(drafts.submit(want, place, now))
-    return submits, None
+                begun.append(drafts.begin(want, place, now))
+    return begun, None
 
 
-def _move(by_run: Mapping[int, Demand], moving: Sequence[Move], drafts: _Drafts, now: float) -> list[Submit | CancelPending]:
-    """Cancel what does not keep its place, and submit it afresh as far as there is room elsewhere."""
-    actions: list[Submit | CancelPending] = []
+def _move(by_run: Mapping[int, Demand], moving: Sequence[Move], drafts: _Drafts, now: float) -> list[Start]:
+    """Cancel what does not keep its place, and submit it afresh as far as there is room elsewhere. Where others hold GPUs too it goes there
+    as it is, with its age (`spares`)."""
+    actions: list[Start] = []
     for move in moving:
         want = by_run[move.job.run_id]
         place = drafts.place(want) if drafts.stopped(want, instead_of=move.job) is None else None
         if place is None and not move.anyway:
             continue  # a smaller engine may still fit
+        if place is not None and drafts.goes(move, place):
+            actions.append(Release(move.job.intent_id, place.node, f"{move.why}, and it can start on {place.node} now", Code.FRESH))
+            continue
         drafts.drop(move.job)
         why, code = (move.why, Code.SETTLING) if move.anyway else (f"{move.why}, and a fresh one can start now", Code.FRESH)
         actions.append(CancelPending(move.job.intent_id, why, code))
@@ -131,7 +143,10 @@ def preempted_enough(limits: Limits) -> str:
 class _Drafts:
     """The submissions of one decision, counted against the limits. Jobs that leave count until they are gone."""
 
-    def __init__(self, view: ClusterView, room: Room, ours: Sequence[OurJob], user_gpus: int, limits: Limits, gates: Gates) -> None:
+    def __init__(
+        self, view: ClusterView, room: Room, ours: Sequence[OurJob], spares: Sequence[OurJob], user_gpus: int, limits: Limits, gates: Gates
+    ) -> None:
+        self._spares = Spares(spares)
         self._room, self.limits, self._gates = room, limits, gates
         self._engines, self._pending = len(ours), sum(job.waits for job in ours)
         self._gpus = sum(job.gpus for job in ours)
@@ -162,6 +177,32 @@ class _Drafts:
     def drop(self, job: OurJob) -> None:
         """A waiting job is cancelled by the same decision."""
         self._count(-1, -job.gpus)
+
+    def least_share(self, demand: Sequence[Demand]) -> tuple[int, int] | None:
+        """CPUs and memory that an engine of any run would get on whichever node; None where there is none for it."""
+        limits, gpus = self.limits, min((want.gpus_per_engine for want in demand), default=1)
+        shares = [self._room.share(node, gpus, limits.cpus_per_engine, limits.memory_mb_per_engine) for node in self._room.nodes]
+        found = [share for share in shares if share is not None]
+        return (min(cpus for cpus, _ in found), min(memory for _, memory in found)) if found else None
+
+    def begin(self, want: Demand, place: Place, now: float) -> Start:
+        """An engine on `place`: a spare where others hold GPUs too, else, or where there is none left, a fresh job."""
+        spare = self._spares.take(want) if self._old_here(place) else None
+        if spare is None:
+            return self.submit(want, place, now)
+        self._count(1, want.gpus_per_engine)
+        why = f"run {want.run}: {want.reason}; {place.node} has the smallest gap that fits, and others are there too"
+        return Release(spare.intent_id, place.node, why)
+
+    def goes(self, move: Move, place: Place) -> bool:
+        """Whether a job that waits elsewhere can begin on `place` as it is."""
+        job, limits = move.job, self.limits
+        share = self._room.share(waits_for(job, limits), job.gpus, limits.cpus_per_engine, limits.memory_mb_per_engine)
+        return move.ready and not move.anyway and self._old_here(place) and share == (place.cpus, place.memory_mb)
+
+    def _old_here(self, place: Place) -> bool:
+        """Whether the oldest jobs belong there; a time limit that a reservation cuts short takes a fresh one."""
+        return self.limits.pin and place.node in self._room.shared and place.until == float("inf")
 
     def _count(self, jobs: int, gpus: int) -> None:
         self._engines, self._pending = self._engines + jobs, self._pending + jobs

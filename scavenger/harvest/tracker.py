@@ -24,6 +24,7 @@ from scavenger.harvest.health import Health, HealthRules
 from scavenger.harvest.holds import Holds
 from scavenger.harvest.intents import Draft, Hold, Tracked
 from scavenger.harvest.sights import Sight, Stage
+from scavenger.harvest.spares import is_spare
 from scavenger.ledger import records as rec
 from scavenger.router.events import JobGone
 
@@ -64,9 +65,14 @@ class Tracker:
 
     # ---------------------------------------------------------------- what we did
 
-    def intend(self, intended: rec.JobIntended, now: float) -> None:
+    def intend(self, intended: rec.JobIntended, now: float, *, spare: bool = False) -> None:
         """The intent is durable; its submission follows."""
-        self.intents[intended.intent_id] = Tracked(intended, known_at=now, since=now, pinned=intended.pinned)
+        self.intents[intended.intent_id] = Tracked(intended, known_at=now, since=now, pinned=intended.pinned, spare=spare)
+
+    def released(self, intent_id: str, node: str, now: float) -> None:
+        """Slurm was told that this waiting job begins on `node`."""
+        one = self.intents[intent_id]
+        one.spare, one.pinned, one.since = False, node, now
 
     def submitted(self, intent_id: str, job_id: int, now: float) -> Output:
         """Slurm answered with an id. The job waits until a view says otherwise."""
@@ -165,6 +171,7 @@ class Tracker:
             self._adopt(draft, one, job)
             self._record_state(draft, one, job)
             self._holds.follow(draft, one, job, sight, lost)
+            one.spare = is_spare(job, draft.now)
             one.job, one.last_state, one.held = job, str(job.state), sights.held_back(job)
         one.since = one.since if target is one.stage else draft.now
         one.stage = target
@@ -234,6 +241,7 @@ class Tracker:
                     intent_id, one.intended.run_id, one.job_id, one.intended.gpus, one.hold is None,
                     one.hold.node if one.hold is not None else "", one.held if one.stage is Stage.WAITING else "",
                     one.leaving, one.asked_at, intent_id in leases, n_leases, idle_since, one.pinned, one.since, one.code_leaving,
+                    one.spare and one.hold is None,
                 )
             )  # fmt: skip
         return found
@@ -260,6 +268,7 @@ class Tracker:
         return any(
             one.stage not in quiet or one.leaving is not Leaving.NO or (one.stage is Stage.WAITING and now - one.since < EXPECTED_S)
             for one in self.intents.values()
+            if not (one.spare and one.stage is Stage.WAITING and one.leaving is Leaving.NO)
         )
 
     def surprised(self, jobs: Iterable[Job]) -> bool:

@@ -16,7 +16,7 @@ def rows(found: Look, wish: Wish) -> tuple[Row, ...]:
     gpus = found.gpus
     size = "1 GPU" if wish.gpus_per_engine == 1 else f"{wish.gpus_per_engine} GPUs"
     spread = ", ".join(f"{nodes} with {count}" for count, nodes in found.idle_by_count) or "none"
-    submits = [action for action in found.decision.actions if isinstance(action, Submit)]
+    submits = [action for action in found.decision.actions if isinstance(action, Submit) and not action.spare]
     return (
         Row("GPUs idle now", f"{gpus.idle}", f"on {found.nodes} usable nodes of partition {found.partition}; nodes by idle GPUs: {spread}"),
         Row("others use", f"{gpus.others}", f"{found.waiting_others} jobs of others wait for GPUs there"),
