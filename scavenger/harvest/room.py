@@ -77,7 +77,7 @@ class Room:
         for name, space in self.spaces.items():
             if space.gpus < gpus or (best is not None and space.gpus > best[0]) or not self._allowed(name, gpus):
                 continue
-            asked = self._share(self.nodes[name], gpus, cpus, memory_mb)
+            asked = self.share(self.nodes[name], gpus, cpus, memory_mb)
             if asked is None or space.cpus < asked[0] or space.memory_mb < asked[1]:
                 continue
             if space.gpus - young.get(name, 0) < gpus:
@@ -92,10 +92,6 @@ class Room:
         name = best[2]
         self._use(name, gpus, *share)
         return Place(name, *share, self.until.get(name, float("inf")))
-
-    def share(self, node: str, gpus: int, cpus: int, memory_mb: int) -> tuple[int, int] | None:
-        """CPUs and memory that an engine gets there; None where it would not live on its share, or there is no such node."""
-        return self._share(self.nodes[node], gpus, cpus, memory_mb) if node in self.nodes else None
 
     def fits(self, node: str, gpus: int) -> bool:
         """Whether a job that waits for this very node can start there."""
@@ -119,7 +115,7 @@ class Room:
             return False
         return all(quota.left >= gpus for quota in self.quotas if quota.covers(name))
 
-    def _share(self, node: Node, gpus: int, cpus: int, memory_mb: int) -> tuple[int, int] | None:
+    def share(self, node: Node, gpus: int, cpus: int, memory_mb: int) -> tuple[int, int] | None:
         """CPUs and memory of an engine there: what is asked for, at most its GPUs' share of the node; None: it would not live on that."""
         memory = node.memory_mb * gpus // max(1, node.gpus)
         if memory < NO_MEMORY_MB * gpus:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from scavenger.cluster.model import ClusterView
+from scavenger.cluster.model import ClusterView, Node
 from scavenger.harvest.actions import CancelPending, Code, Limits, OurJob, Release, Submit
 from scavenger.harvest.gates import Gates
 from scavenger.harvest.keep import Move, not_worth, wait_or_move
@@ -146,7 +146,7 @@ class _Drafts:
     def __init__(
         self, view: ClusterView, room: Room, ours: Sequence[OurJob], spares: Sequence[OurJob], user_gpus: int, limits: Limits, gates: Gates
     ) -> None:
-        self._spares = Spares(spares)
+        self._spares, self._nodes = Spares(spares), {node.name: node for node in view.nodes}
         self._room, self.limits, self._gates = room, limits, gates
         self._engines, self._pending = len(ours), sum(job.waits for job in ours)
         self._gpus = sum(job.gpus for job in ours)
@@ -180,8 +180,8 @@ class _Drafts:
 
     def least_share(self, demand: Sequence[Demand]) -> tuple[int, int] | None:
         """CPUs and memory that an engine of any run would get on whichever node; None where there is none for it."""
-        limits, gpus = self.limits, min((want.gpus_per_engine for want in demand), default=1)
-        shares = [self._room.share(node, gpus, limits.cpus_per_engine, limits.memory_mb_per_engine) for node in self._room.nodes]
+        gpus = min((want.gpus_per_engine for want in demand), default=1)
+        shares = [self._share(node, gpus) for node in self._room.nodes.values()]
         found = [share for share in shares if share is not None]
         return (min(cpus for cpus, _ in found), min(memory for _, memory in found)) if found else None
 
@@ -196,9 +196,13 @@ class _Drafts:
 
     def goes(self, move: Move, place: Place) -> bool:
         """Whether a job that waits elsewhere can begin on `place` as it is."""
-        job, limits = move.job, self.limits
-        share = self._room.share(waits_for(job, limits), job.gpus, limits.cpus_per_engine, limits.memory_mb_per_engine)
-        return move.ready and not move.anyway and self._old_here(place) and share == (place.cpus, place.memory_mb)
+        pinned = self._nodes.get(waits_for(move.job, self.limits))
+        if pinned is None or not move.ready or move.anyway or not self._old_here(place):
+            return False
+        return self._share(pinned, move.job.gpus) == (place.cpus, place.memory_mb)
+
+    def _share(self, node: Node, gpus: int) -> tuple[int, int] | None:
+        return self._room.share(node, gpus, self.limits.cpus_per_engine, self.limits.memory_mb_per_engine)
 
     def _old_here(self, place: Place) -> bool:
         """Whether the oldest jobs belong there; a time limit that a reservation cuts short takes a fresh one."""

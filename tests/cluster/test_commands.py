@@ -196,6 +196,14 @@ def test_options_are_built_from_fields_and_the_environment_is_not_among_them() -
             "--requeue", "--parsable", "--open-mode=append", "--comment=a 'b' $(c)"} <= set(argv)  # fmt: skip
     assert "secret" not in " ".join(argv)
     assert "--no-requeue" in commands.sbatch_argv(spec(requeue=False))
+    assert "--begin=now+91" in commands.sbatch_argv(spec(begin_s=90.5))
+
+
+def test_a_job_is_released_to_one_node_by_one_command() -> None:
+    assert commands.release_argv(7, "n1") == ["scontrol", "update", "JobId=7", "StartTime=now", "ReqNodeList=n1"]
+    for bad in ("", "n1,n2", "n1 Priority=9", "n=1", "n\n1"):
+        with pytest.raises(ClusterError):
+            commands.release_argv(7, bad)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -269,3 +270,13 @@ def test_requeue_puts_a_running_job_back_and_refuses_a_pending_one(backend: Back
     with pytest.raises(ClusterError):
         backend.cluster.requeue(job_id)
     assert JobFlag.REQUEUE_HOLD not in backend.job(job_id).flags
+
+
+def test_a_job_that_begins_far_away_is_released_to_a_node_and_a_running_one_is_not(backend: Backend) -> None:
+    job_id = backend.cluster.submit(spec("sleep 60", begin_s=30 * 86_400.0))
+    wait_for("it waits for its time", lambda: backend.job(job_id).reason == "BeginTime", 90.0)
+    assert backend.job(job_id).eligible_time > time.time() + 29 * 86_400
+    backend.cluster.release(job_id, "node2")
+    assert until(backend, job_id, JobState.RUNNING).nodes == ("node2",)
+    with pytest.raises(ClusterError):
+        backend.cluster.release(job_id, "node1")

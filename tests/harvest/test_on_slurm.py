@@ -68,3 +68,32 @@ def test_a_peer_whom_slurm_would_let_wait_gets_a_node_within_his_time(cluster: S
     assert [end.reason for end in world.of(rec.HoldEnded)][:2] == ["cancelled", "cancelled"]
     pinned = {decision.subject: decision.reason for decision in world.acted("submit")}
     assert all(f"{hold.node} has the smallest gap" in pinned[hold.intent_id] for hold in world.of(rec.HoldStarted))
+
+
+@pytest.mark.parametrize(("spares", "goes_to"), [(1, "node1"), (0, "node2")])
+def test_a_small_job_of_others_goes_where_others_are_too_and_not_to_a_node_that_is_idle_but_for_us(
+    cluster: SlurmCluster, tmp_path: Path, spares: int, goes_to: str
+) -> None:
+    """Slurm takes the oldest engine away. Without spares that is one of the idle node's, which were there first."""
+    world = World(cluster, tmp_path, tmp_path / "state")
+    where: list[str] = []
+
+    def running_on(node: str) -> int:
+        return sum(node in job.nodes for job in world.jobs(JobState.RUNNING))
+
+    async def play() -> None:
+        theirs = [await asyncio.to_thread(cluster.submit, spec(gpus=1, workdir="/tmp", nodelist=("node1",))) for _ in range(2)]
+        await until("others hold node1", lambda: running_on("node1") == 2, 90.0)
+        world.want(3)
+        async with running(world.harvester(spares=spares, max_pending=4), cancel=True):
+            await until("node2 is ours", lambda: len(world.of(rec.HoldStarted)) == 2, 90.0)
+            await asyncio.to_thread(cluster.cancel, (theirs[0],))
+            await until("and what one of them left", lambda: len(world.of(rec.HoldStarted)) == 3, 90.0)
+            small = await asyncio.to_thread(cluster.submit, spec(gpus=1, workdir="/tmp"))
+            await until("the small job runs", lambda: small in {job.job_id for job in world.jobs(JobState.RUNNING)}, 90.0)
+            where.extend(node for job in world.jobs(JobState.RUNNING) if job.job_id == small for node in job.nodes)
+            await asyncio.to_thread(cluster.cancel, (theirs[1], small))
+
+    asyncio.run(play())
+    assert where == [goes_to]
+    assert {decision.code for decision in world.acted("release")} == ({"wanted"} if spares else set())

@@ -110,7 +110,7 @@ class World:
         return DaemonConfig(
             daemon=DaemonSection(state_dir=self.state_dir),
             cluster=ClusterSection(backend="local", local_dir=self.local_dir, absent_s=0.3, **self.pace),
-            harvest=HarvestSection(spares=0, **{"job_template": path, "max_engines": 4, "backoff_s": 0.1, **harvest}),
+            harvest=HarvestSection(**{"spares": 0, "job_template": path, "max_engines": 4, "backoff_s": 0.1, **harvest}),
         )  # fmt: skip
 
     def harvester(self, template: str = SLEEPS, leave_s: float = 30.0, **harvest: Any) -> Harvester:
