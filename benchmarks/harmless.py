@@ -21,7 +21,11 @@ GraceTime. The arms are the same; a peer, in the harvest partition with QOS `nor
 What is light in it: the ledger and the router are lists, demand is unbounded, and an engine is the shipped job script around a shell loop
 that leaves within 0.3 s of a TERM (exit 75, then `scontrol requeue`) or of being given back. GPUs are files that Slurm believes in.
 
-delay      from sbatch's return to the job's first line, of others' jobs that arrived in the window
+What is distorted: time is compressed, and what Slurm takes to preempt is not. Jobs that come within `--compress` seconds of each other meet
+here while the engines that make room for the first are still leaving; Slurm starts nothing on such a node, and the second goes elsewhere.
+
+delay      from sbatch's return to the job's first line, of others' jobs that arrived in the window; of a job that began in `none` and not
+           in this arm what it had waited by the end, so that a job kept out for ever is not one less to count
 wasted     starts of engines that ended within a cold start (`--cold-start` / compress)
 harvested  of idle GPU time in slices longer than a cold start (`harmless_measure`)
 """
@@ -47,7 +51,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import harmless_neighbour
-from benchmarks.harmless_measure import Stay, Use, percentile, use
+from benchmarks.harmless_measure import Stay, Use, bounded, percentile, use
 from scavenger.cluster import runner
 from scavenger.cluster.layout import Layout, PartitionLayout
 from scavenger.cluster.model import JobSpec, JobState, PreemptMode
@@ -128,7 +132,6 @@ class Outcome:
     grace_s: float
     delays: dict[int, float]
     peer_delays: dict[int, float]
-    never_started: int
     failed: int
     use: Use
     starts: int
@@ -137,6 +140,7 @@ class Outcome:
     asked: dict[str, int]
     minutes: float
     reasons: dict[str, int] = field(default_factory=dict)
+    waited: dict[int, float] = field(default_factory=dict)  # jobs that did not begin, and for how long they had waited by the end
     timeline: Timeline = field(default_factory=lambda: Timeline([], [], [], []))
 
 
@@ -406,10 +410,11 @@ def measure(
         arm, grace_s,
         {one.arrival.number: max(0.0, one.started - one.submitted) for one in started if not others.peer(one)},
         {one.arrival.number: max(0.0, one.started - one.submitted) for one in started if others.peer(one)},
-        len(arrived) - len(started), sum(one.failed and not others.peer(one) for one in others.seen),
+        sum(one.failed and not others.peer(one) for one in others.seen),
         use(theirs, ours, names, options.gpus, began, ended, cold_s), len(ours), sum(life < cold_s for life in lived),
         sum(end.reason == "preempted" for end in ends.values()), asked, (ended - began) / 60,
         dict(Counter([f"{one.action} {one.code}" for one in said.of(rec.Decision)] + [f"event {one.kind}" for one in said.of(rec.Event)])),
+        {one.arrival.number: ended - one.submitted for one in arrived if not one.started and not others.peer(one)},
         timeline,
     )  # fmt: skip
 
@@ -418,24 +423,29 @@ def measure(
 
 
 def report(outcomes: Sequence[Outcome]) -> list[str]:
-    """A table, then the peers, then the reasons. *Later* is a job's delay less its own in `none`: what harvesting did to that job."""
+    """A table, then the peers, then the reasons. *Later* is a job's delay less its own in `none`: what harvesting did to that job.
+
+    Where there is an arm `none` the jobs that began in it count, in every arm, also those that did not begin there (`bounded`).
+    """
     lines = [
-        "| GraceTime | arm | jobs | delay p50 | p99 | max | p99 - none | p99 - floor | later, p50 | p99 | never started | failed "
+        "| GraceTime | arm | jobs | delay p50 | p99 | max | p99 - none | p99 - floor | later, p50 | p99 | of these did not begin | failed "
         "| GPU use | harvested | starts | preempted | wasted | commands a minute |",
         "| --- " * 18 + "|",
     ]
     for one in outcomes:
         base = {other.arm: other for other in outcomes if other.grace_s == one.grace_s and other is not one}
-        delays = list(one.delays.values())
+        counted = next((tuple(other.delays) for other in outcomes if other.arm == "none" and other.grace_s == one.grace_s), None)
+        mine, theirs = bounded(one.delays, one.waited, counted), {arm: bounded(o.delays, o.waited, counted) for arm, o in base.items()}
+        delays = list(mine.values())
         p50, p99, most = (percentile(delays, share) for share in (0.5, 0.99, 1.0))
-        over = [f"{p99 - percentile(list(base[arm].delays.values()), 0.99):+.2f} s" if arm in base else "" for arm in ("none", "floor")]
-        later = [f"{percentile(_later(one.delays, base['none'].delays), share):+.2f} s" if "none" in base else "" for share in (0.5, 0.99)]
+        over = [f"{p99 - percentile(list(theirs[arm].values()), 0.99):+.2f} s" if arm in base else "" for arm in ("none", "floor")]
+        later = [f"{percentile(_later(mine, theirs['none']), share):+.2f} s" if "none" in base else "" for share in (0.5, 0.99)]
         busy = (one.use.others + one.use.ours) / one.use.total
         wasted = f"{one.wasted / one.starts:.1%}" if one.asked and one.starts else ""
         lines.append(
             f"| {one.grace_s:g} s | {one.arm} | {len(delays)} | {p50:.2f} s | {p99:.2f} s | {most:.2f} s | {over[0]} | {over[1]} "
-            f"| {later[0]} | {later[1]} | {one.never_started} | {one.failed} | {busy:.1%} | {one.use.share:.1%} | {one.starts} "
-            f"| {one.preempted} | {wasted} | {sum(one.asked.values()) / one.minutes:.1f} |"
+            f"| {later[0]} | {later[1]} | {len(mine.keys() & one.waited.keys())} | {one.failed} | {busy:.1%} | {one.use.share:.1%} "
+            f"| {one.starts} | {one.preempted} | {wasted} | {sum(one.asked.values()) / one.minutes:.1f} |"
         )
     for one in outcomes:
         if one.peer_delays:

@@ -7,7 +7,7 @@ cold start are what could be harvested. At each moment a node's harvested GPUs c
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -42,6 +42,15 @@ def percentile(values: Sequence[float], share: float) -> float:
     if not values:
         return math.nan
     return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def bounded(delays: Mapping[int, float], waited: Mapping[int, float], counted: Iterable[int] | None = None) -> dict[int, float]:
+    """The delay of each job that counts; of one that did not begin what it had waited by the end, which is the least that it can be.
+
+    Delays of those that began alone would be the smaller the more never do. `counted`: those that began with nobody harvesting; None: all.
+    """
+    every = {**waited, **delays}
+    return every if counted is None else {number: every[number] for number in counted if number in every}
 
 
 def levels(stays: Iterable[Stay], node: str, start: float, end: float) -> list[tuple[float, float, int]]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.harmless_measure import Stay, levels, long_slices, percentile, use
+from benchmarks.harmless_measure import Stay, bounded, levels, long_slices, percentile, use
 from benchmarks.harmless_neighbour import Round, report, slower
 from benchmarks.scale import DEMAND, LIMITS, NOW, busy_site
 from scavenger.harvest.policy import decide
@@ -16,6 +16,14 @@ from scavenger.harvest.policy import decide
 def test_percentiles_are_values_that_were_seen() -> None:
     assert [percentile([3.0, 1.0, 2.0, 4.0], share) for share in (0.5, 0.99, 1.0)] == [2.0, 4.0, 4.0]
     assert math.isnan(percentile([], 0.5))
+
+
+def test_a_job_that_never_begins_counts_with_what_it_has_waited_where_it_began_without_us() -> None:
+    """Else an arm that keeps a job out for ever would have a smaller p99 than one that lets it wait."""
+    here, out = {1: 0.5, 2: 0.7}, {3: 200.0, 4: 5.0}
+    assert bounded(here, out, counted=(1, 3, 7)) == {1: 0.5, 3: 200.0}
+    assert bounded(here, out) == {1: 0.5, 2: 0.7, 3: 200.0, 4: 5.0}
+    assert percentile(list(bounded(here, out, (1, 2, 3)).values()), 0.99) == 200.0
 
 
 def test_slices_are_stays_of_idle_slots_that_outlast_a_cold_start() -> None:
