@@ -1,6 +1,6 @@
 """When to look at the cluster again, and at how much of it. Pure: the time, the draw of chance and what a look costs are given.
 
-    at rest (no demand, no job of ours)          2.5 times `observe_s`: with reservations and configuration below 2 RPCs a minute
+    at rest (no demand, no job of ours)          three times `observe_s`: below 2 RPCs a minute, all that is asked seldom counted
     otherwise                                    every `observe_s`
     something is expected, or the demand moved   after `quick_s`, or at once, as far as the RPCs saved up allow
     a look failed                                `quick_s`, doubling to `MAX_RETRY_S`; from `observe_s` on where Slurm asked for fewer RPCs
@@ -24,7 +24,7 @@ from scavenger.cluster.trouble import Trouble
 MIN_PAUSE_S = 2.0
 #: Longest wait between two tries to reach a scheduler that does not answer.
 MAX_RETRY_S = 300.0
-REST = 2.5
+REST = 3.0
 SAVED_MIN = 10.0
 #: Intervals are stretched by a factor between these.
 STRETCH = (0.9, 1.1)
