@@ -49,6 +49,7 @@ LIVE = frozenset({
     "harvest.schedule",
     "harvest.sees_all_jobs",
     "harvest.sole_user",
+    "harvest.spares",
     "harvest.stop_file",
     "harvest.time_limit_s",
     "harvest.time_min_s",
