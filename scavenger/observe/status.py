@@ -48,6 +48,7 @@ class Harvest(msgspec.Struct, frozen=True):
     pending_others: int
     stopped: str
     concluded: str
+    spares: int = 0  # jobs that wait for the daemon to say where they begin; none of `waiting`
 
 
 class Status(msgspec.Struct, frozen=True):
@@ -159,9 +160,9 @@ def harvested(status: Status, now: float, gone: str) -> list[str]:
         return []
     had = "held" if gone else "hold"
     leaving = f", {h.leaving} of them told to leave" if h.leaving else ""
-    queue = f"{h.waiting} jobs of ours {'waited' if gone else 'wait'}"
+    queue = f"{h.waiting} jobs of ours {'waited' if gone else 'wait'}" + (f" and {h.spares} are spare" if h.spares else "")
     said = [f"harvest   partition {h.partition}: {h.engines} engines {had} {h.gpus} GPUs, {queue}{leaving}"]
-    if gone and h.engines + h.waiting:
+    if gone and h.engines + h.waiting + h.spares:
         said.append(f"          {left_behind(h.partition)}")
     if h.stopped:
         said.append(f"          STOPPED by {h.stopped}")

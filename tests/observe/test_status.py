@@ -108,6 +108,8 @@ def test_the_terminal_sees_what_is_harvested_who_stopped_it_and_what_a_dead_daem
         assert said in text
     assert "STOPPED" not in text
     assert "scancel" not in text
+    spare = msgspec.structs.replace(SEEN, harvest=msgspec.structs.replace(HELD, spares=4))
+    assert "1 jobs of ours wait and 4 are spare" in "\n".join(status.lines(spare, 1001.0))
     stopped = msgspec.structs.replace(HELD, stopped="scavenger drain: ada: a talk")
     assert "STOPPED by scavenger drain: ada: a talk" in "\n".join(status.lines(msgspec.structs.replace(SEEN, harvest=stopped), 1001.0))
     died = "\n".join(status.lines(msgspec.structs.replace(SEEN, harvest=HELD), 1001.0, False))
