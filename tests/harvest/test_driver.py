@@ -17,7 +17,7 @@ from scavenger import keys
 from scavenger.cluster.local import LocalServer
 from scavenger.cluster.model import ClusterView, JobSpec, JobState, PreemptMode
 from scavenger.errors import ConfigError, Fenced
-from scavenger.harvest import driver, waiting
+from scavenger.harvest import looks, waiting
 from scavenger.harvest.autoscale import Benefit
 from scavenger.harvest.idling import Idle, Idling, node_class
 from scavenger.harvest.pace import Look
@@ -362,7 +362,7 @@ def test_a_partition_that_stops_being_preemptible_gets_its_engines_withdrawn(wor
 
 def test_a_slurm_that_preempts_nothing_any_more_gets_its_engines_withdrawn(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """The partition still says PreemptMode=REQUEUE; the site's PreemptType was changed (scontrol reconfigure does that)."""
-    monkeypatch.setattr(driver, "INFO_S", 0.3)
+    monkeypatch.setattr(looks, "INFO_S", 0.3)
 
     async def play() -> None:
         world.want(2)
