@@ -92,15 +92,6 @@ class Core:
         if conn is not None:
             self._waiting.append(Send(conn, message))
 
-    def send_after(self, conn: int | None, message: Message) -> None:
-        """Send when what was recorded before this event is committed: for what promises nothing of the event itself."""
-        if conn is None:
-            return
-        if self._ticket <= self._settled:
-            self._sends.append(Send(conn, message))
-        else:
-            self._deferred.setdefault(self._ticket, []).append(Send(conn, message))
-
     def send_filled(self, conn: int | None, message: Assign | GroupDone, lengths: tuple[int, ...]) -> None:
         """As `send_durable`, with the first `lengths[i]` tokens of the i-th sample, which are durable by then."""
         if conn is not None:

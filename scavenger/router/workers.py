@@ -93,9 +93,7 @@ def said(core: Core, conn: int, message: object, faults: Mapping[int, str] | Non
             orders.asleep(core, worker)
         case Goodbye(reason=reason, notice=notice, failed=failed):
             worker.notice = notice
-            # Its tokens are durable then. That its samples move on need not be, and the ledger gathers moves for a while
-            # (`writer.GATHER_S`): a job that Slurm ends without grace has 0.17 s, then slurmd looks again half a second later.
-            core.send_after(conn, GoodbyeAck())
+            core.send_durable(conn, GoodbyeAck())
             gone(core, worker, reason, crashed=failed, flushed=True)
             core.departed[conn] = None
             while len(core.departed) > MAX_DEPARTED:

@@ -293,7 +293,8 @@ def holds_together(d: Driver) -> None:
         assert cpus <= 8
     for job in d.scheduler.jobs.values():
         assert (job.phase in HOLDING) == bool(job.gpus)
-    waiting = [j for j in d.scheduler.jobs.values() if j.phase is Phase.PENDING and j.spec.partition == "normal"]
+    waiting = [j for j in d.scheduler.jobs.values() if j.phase is Phase.PENDING and j.spec.partition == "normal"
+                   and j.eligible_time <= d.now]  # fmt: skip  # a requeued one may not begin yet, and others may have its room meanwhile
     if waiting and len(d.scheduler.down) < len(NODES):
         weak = [j for j in d.scheduler.jobs.values() if j.phase is Phase.RUNNING and j.spec.partition == "scavenge"]
         first = min(waiting, key=lambda j: (-j.priority, j.job_id))

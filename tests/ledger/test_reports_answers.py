@@ -252,7 +252,7 @@ REASONS = [
 def test_idle_gpu_hours_are_explained_by_what_the_policy_said(url: str) -> None:
     """The report knows the policy's codes: here they come from the policy itself, and each with which it does nothing is there."""
     acting = {Code.WANTED, Code.WRONG_SIZE, Code.OVER_SHARE, Code.HELD, Code.REQUEUED, Code.OVERDUE, Code.SHUTDOWN}
-    acting |= {Code.PEER, Code.QOS, Code.COURTESY, Code.ENDING, Code.DRAINED, Code.FRESH}
+    acting |= {Code.PEER, Code.QOS, Code.COURTESY, Code.ENDING, Code.DRAINED, Code.FRESH, Code.SPARE}
     assert {decision.code for decision, _ in REASONS} == set(Code) - acting
     records: list[r.Record] = []
     for n, (said, _) in enumerate(REASONS):

@@ -77,18 +77,6 @@ def test_a_goodbye_is_acked_after_its_tokens_are_durable_and_loses_none() -> Non
     assert len(bench.take(W1, GoodbyeAck)) == 1, "the ack may have been lost"
 
 
-def test_a_goodbye_is_acked_before_it_is_durable_that_its_samples_move_on() -> None:
-    """Others wait for its GPUs, and the moves of engines that are lost together wait for one another in the ledger's queue."""
-    bench, lease = one_lease()
-    bench.chunk(W1, lease, 0, 5)
-    bench.auto = False
-    bench.say(W1, Goodbye("SIGTERM", True))
-    assert len(bench.take(W1, GoodbyeAck)) == 1, "its tokens were durable"
-    assert bench.router.core.unsettled == 1
-    bench.settle()
-    assert (bench.sample(1).status, bench.sample(1).accepted) == (SampleStatus.QUEUED, 5)
-
-
 def test_a_later_incarnation_proves_the_earlier_one_dead_and_a_leftover_is_turned_away() -> None:
     bench = started(n=1)
     (lease,) = bench.join(W1, intent="j", session="old")

@@ -144,7 +144,7 @@ def test_init_writes_and_checks_a_run_and_says_what_is_wrong(
     assert read_run(tmp_path / "a-run" / "run.toml").run.state_dir == site
     (tmp_path / "a-run" / "mine.py").write_text(RAISES)
     bad = command("a-run", "--check", cwd=tmp_path)
-    assert (bad.returncode, bad.stdout.count("ok  "), bad.stdout.count("REFUSED")) == (2, 10, 1), bad.stdout + bad.stderr
+    assert (bad.returncode, bad.stdout.count("ok  "), bad.stdout.count("REFUSED")) == (2, 11, 1), bad.stdout + bad.stderr
     assert "reward function mine:f failed 1 times: it raised KeyError" in bad.stdout
 
 

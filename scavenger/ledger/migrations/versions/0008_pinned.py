@@ -22,7 +22,9 @@ COLUMNS = (
 
 def upgrade() -> None:
     # plain ALTER TABLE: no row is touched; "" is also what older releases did not note
-    op.add_column("jobs", sa.Column("pinned", sa.Text(), nullable=False, server_default=sa.text("''")))
+    columns = {column["name"] for column in sa.inspect(op.get_bind()).get_columns("jobs")}
+    if "pinned" not in columns:  # an older ledger that was restored over a newer one has kept it
+        op.add_column("jobs", sa.Column("pinned", sa.Text(), nullable=False, server_default=sa.text("''")))
     in_place = op.get_bind().dialect.name == "postgresql"
     if not in_place:
         op.execute("DROP VIEW v_jobs")
