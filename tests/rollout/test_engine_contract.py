@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import statistics
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -433,7 +434,9 @@ def test_pace_bounds_each_samples_rate(kind: Kind) -> None:
                     times.append(time.monotonic())
         gaps = [b - a for a, b in itertools.pairwise(times)]
         assert times[-1] - times[0] >= 23 * 0.01 * 0.95
-        assert sorted(gaps)[2] > 0.005
+        # none comes before its time, and they come one by one: a host that stalls the process makes a few come together, never most
+        assert all(at - began >= n * 0.01 * 0.95 for n, at in enumerate(times))
+        assert statistics.median(gaps) > 0.005
         assert time.process_time() - cpu < 0.8 * (time.monotonic() - began)
         assert engine.progress() >= 24
         await engine.close()
