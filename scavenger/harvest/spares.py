@@ -21,13 +21,14 @@ from scavenger.cluster.model import Job
 from scavenger.harvest.actions import CancelPending, Code, Limits, OurJob, Submit
 from scavenger.router.machine import Demand
 
-#: A spare's start time lies so far away; what is listed with one at least half as far is a spare.
+#: A spare's start time lies so far away. What is to begin in more than a day is one: a requeued job waits for minutes, a spare for weeks.
 BEGIN_S = 30 * 86_400.0
+LEAST_S = 86_400.0
 
 
 def is_spare(job: Job, now: float) -> bool:
     """Whether a job of ours as the queue shows it waits to be released."""
-    return job.waits and job.eligible_time - now > BEGIN_S / 2
+    return job.waits and job.eligible_time - now > LEAST_S
 
 
 def surplus(spares: Sequence[OurJob], wanted: Sequence[Demand], closed: tuple[Code, str] | None, limits: Limits) -> list[CancelPending]:

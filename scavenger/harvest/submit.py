@@ -205,8 +205,11 @@ class _Drafts:
         return self._room.share(node, gpus, self.limits.cpus_per_engine, self.limits.memory_mb_per_engine)
 
     def _old_here(self, place: Place) -> bool:
-        """Whether the oldest jobs belong there; a time limit that a reservation cuts short takes a fresh one."""
-        return self.limits.pin and place.node in self._room.shared and place.until == float("inf")
+        """Whether the oldest jobs belong there; a time limit that a reservation cuts short takes a fresh one.
+
+        Without spares no job is steered: a site orders by start, or Slurm refused to release one of ours.
+        """
+        return self.limits.pin and self.limits.spares > 0 and place.node in self._room.shared and place.until == float("inf")
 
     def _count(self, jobs: int, gpus: int) -> None:
         self._engines, self._pending = self._engines + jobs, self._pending + jobs

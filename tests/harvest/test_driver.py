@@ -5,37 +5,25 @@ from __future__ import annotations
 import asyncio
 import itertools
 import stat
-import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from scavenger import keys
-from scavenger.cluster.local import LocalServer
-from scavenger.cluster.model import ClusterView, JobSpec, JobState, PreemptMode
-from scavenger.errors import ConfigError, Fenced
-from scavenger.harvest import looks, waiting
+from scavenger.cluster.model import ClusterView, JobState, PreemptMode
+from scavenger.errors import ClusterError, ConfigError
+from scavenger.harvest import looks
 from scavenger.harvest.autoscale import Benefit
 from scavenger.harvest.idling import Idle, Idling, node_class
-from scavenger.harvest.pace import Look
 from scavenger.harvest.sights import comment_of
-from scavenger.harvest.standing import drain, resume
 from scavenger.harvest.survival import prior
 from scavenger.ledger import records as rec
 from scavenger.router.events import Identity, IntentRevoked, JobGone
 from scavenger.router.machine import Demand
-from tests.harvest.world import UID, World, layout, running, spec, until
+from tests.harvest.world import UID, World, running, spec, until
 
 DIES = "#!/bin/bash\nexit 3\n"
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    with LocalServer(tmp_path / "cluster", layout()) as server:
-        yield World(server.cluster(), server.dir, tmp_path / "state")
 
 
 def test_idle_gpus_are_harvested_and_the_intent_is_durable_before_the_job_exists(world: World) -> None:
@@ -377,75 +365,6 @@ def test_a_slurm_that_preempts_nothing_any_more_gets_its_engines_withdrawn(world
     assert "preempts nothing" in event.reason
 
 
-def test_what_is_stopped_while_slurm_takes_its_time_with_each_job_is_not_submitted_further(world: World) -> None:
-    async def play() -> None:
-        world.want(4)
-        harvester = world.harvester(max_pending=4)
-        submit = world.cluster.submit
-
-        def slow(spec: JobSpec) -> int:
-            drain(world.state_dir, "three at night", at_once=False)  # somebody stops harvesting during the first sbatch
-            return submit(spec)
-
-        world.cluster.submit = slow  # type: ignore[method-assign]
-        async with running(harvester):
-            await until("the stop is seen", lambda: world.events("harvest_stopped"))
-            assert len(world.of(rec.JobIntended)) == 1
-            resume(world.state_dir)
-            world.cluster.submit = submit  # type: ignore[method-assign]
-            await until("all four are there", lambda: len(world.of(rec.JobSubmitted)) >= 4)
-
-    asyncio.run(play())
-
-
-def test_what_was_seen_too_long_ago_is_not_submitted_on_further(world: World) -> None:
-    world.pace |= {"command_timeout_s": 0.4}
-
-    async def play() -> None:
-        world.want(4)
-        submit, hung = world.cluster.submit, threading.Event()
-
-        def slow(spec: JobSpec) -> int:
-            hung.wait(0.5)
-            return submit(spec)
-
-        world.cluster.submit = slow  # type: ignore[method-assign]
-        async with running(world.harvester(max_pending=4)):
-            await until("all four are submitted", lambda: len(world.of(rec.JobSubmitted)) == 4)
-
-    asyncio.run(play())
-    said = [type(one) for one in world.said if isinstance(one, rec.ClusterSampled | rec.JobIntended)]
-    assert (rec.JobIntended, rec.JobIntended) not in itertools.pairwise(said), "a look before each"
-
-
-def test_a_stop_file_that_comes_and_goes_is_obeyed_at_once_and_resuming_waits_for_the_budget(world: World) -> None:
-    world.pace |= {"observe_s": 600.0, "max_rpc_per_min": 10.0}
-    world.cluster.whole_cost = 150  # the first look spends what was saved up
-
-    async def play() -> None:
-        harvester = world.harvester()
-        due, bys = harvester._pace.next, []
-
-        def asked(now: float, *, by: float, **more: bool) -> tuple[float, Look]:
-            bys.append((harvester.standing.seen is not None, by <= now))
-            return due(now, by=by, **more)
-
-        harvester._pace.next = asked  # type: ignore[method-assign,assignment]
-        async with running(harvester):
-            await until("it looks", lambda: world.of(rec.ClusterSampled))
-            drain(world.state_dir, "three at night", at_once=False)
-            await until("it stops, whatever that costs", lambda: world.events("harvest_stopped"))
-            resume(world.state_dir)
-            await until("it knows", lambda: harvester.standing.seen is None and harvester.standing.changed)
-            n = len(bys)
-            await until("and waits", lambda: len(bys) > n + 1)
-        assert (True, True) in bys
-        assert not any(at_once for stopped, at_once in bys[n:] if not stopped)
-        assert not world.events("harvest_resumed")
-
-    asyncio.run(play())
-
-
 def test_files_of_a_closed_job_that_cannot_be_removed_end_nothing(world: World) -> None:
     async def play() -> None:
         world.want(1)
@@ -482,117 +401,27 @@ def test_a_worker_whose_key_is_lost_is_withdrawn_after_a_restart(world: World) -
     assert len(world.events("worker_key_missing")) == 1
 
 
-def test_an_ended_daemon_stops_within_a_moment_while_the_scheduler_hangs(world: World) -> None:
-    async def play() -> float:
-        world.want(1)
-        harvester = world.harvester()
-        stop, hung = asyncio.Event(), threading.Event()
-        task = asyncio.create_task(harvester.run(stop))
-        await until("it looks", lambda: world.of(rec.ClusterSampled))
-        seen = world.cluster.view
-        world.cluster.view = lambda: (hung.wait(30.0), seen())[1]  # type: ignore[method-assign]
-        harvester.poke()
-        await asyncio.sleep(0.5)
-        began = time.monotonic()
-        stop.set()
-        await harvester.shutdown(cancel=False)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        hung.set()
-        return time.monotonic() - began
+def test_a_job_that_slurm_does_not_release_is_cancelled_and_a_fresh_one_goes_there(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And there are no spares from then on."""
 
-    assert asyncio.run(play()) < 6.0
+    def refuses(job_id: int, node: str) -> None:
+        raise ClusterError(f"Access/permission denied for job {job_id}")
 
-
-def test_a_stalled_ledger_gets_no_submission_and_keeps_no_engine_from_leaving(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "LEAST_S", 0.2)
+    monkeypatch.setattr(world.cluster, "release", refuses)
 
     async def play() -> None:
-        world.want(1)
-        async with running(world.harvester(leave_s=0.3)):
-            await until("it holds", lambda: world.of(rec.HoldStarted))
-            world.stalled = True
-            world.want(2)
-            await until("a second one is refused", lambda: world.events("submit_refused"))
-            world.want(0)  # it does not listen: it is cancelled
-            await until("it is gone", lambda: not world.jobs())
-            world.stalled = False
-            world.want(1)
-            await until("one runs again", lambda: world.jobs(JobState.RUNNING))
+        theirs = [world.site.submit(spec(gpus=1, nodelist=("node1",), workdir="/tmp")) for _ in range(2)]
+        await until("others hold node1", lambda: sum("node1" in job.nodes for job in world.jobs(JobState.RUNNING)) == 2)
+        world.want(3)
+        async with running(world.harvester(spares=1, max_pending=4), cancel=True):
+            await until("node2 is ours", lambda: len(world.of(rec.HoldStarted)) == 2)
+            world.site.cancel((theirs[0],))
+            await until("and what one of them left", lambda: len(world.of(rec.HoldStarted)) == 3)
+            await until("the spare is closed", lambda: world.of(rec.JobEnded))
+        world.site.cancel((theirs[1],))
 
     asyncio.run(play())
-    refused = {event.subject for event in world.events("submit_refused")}
-    submitted = {one[1] for one in world.said if isinstance(one, tuple) and one[0] == "submit"}
-    assert not refused & submitted
-    assert refused <= {ended.intent_id for ended in world.of(rec.JobEnded)}, "an intent that becomes durable after all is closed"
-    assert len(world.events("ledger_stalled")) == len(world.events("ledger_back")) == 1
-
-
-def test_a_daemon_that_was_fenced_while_its_ledger_stalled_cancels_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "LEAST_S", 0.2)
-
-    async def play() -> None:
-        world.connected = False  # so that it is cancelled at once
-        world.want(1)
-        harvester = world.harvester()
-        task = asyncio.create_task(harvester.run(asyncio.Event()))
-        await until("it holds", lambda: world.of(rec.HoldStarted))
-        world.stalled = True
-        world.want(0)
-        await until("it is to be cancelled", lambda: world.acted("cancel"))
-        world.fenced = True
-        with pytest.raises(Fenced):
-            await task
-        world.fenced = False
-        await harvester.shutdown(cancel=False)
-
-    asyncio.run(play())
-    assert len(world.jobs()) == 1
-    assert not [one for one in world.said if isinstance(one, tuple) and one[0] == "cancel"]
-
-
-def test_stop_files_that_give_no_answer_stop_harvesting_and_nothing_else(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "LEAST_S", 0.3)
-    hung, looks = threading.Event(), []
-
-    async def play() -> None:
-        world.want(1)
-        harvester = world.harvester(leave_s=0.2)
-        reads = harvester.standing.look
-
-        def hangs() -> None:
-            looks.append(1)
-            hung.wait(30.0)
-            reads()
-
-        async with running(harvester):
-            await until("it holds", lambda: world.of(rec.HoldStarted))
-            monkeypatch.setattr(harvester.standing, "look", hangs)
-            await until("harvesting stops", lambda: world.events("harvest_stopped"))
-            await until("it is gone", lambda: not world.jobs())
-            assert len(looks) == 1, "one thread waits, not one for each look"
-            hung.set()
-            await until("one runs again", lambda: world.jobs(JobState.RUNNING))
-
-    try:
-        asyncio.run(play())
-    finally:
-        hung.set()
-    assert [event.reason for event in world.events("harvest_stopped")] == ["the stop files cannot be read: no answer"]
-
-
-def test_a_stop_file_acts_on_connected_engines_while_slurm_does_not_answer(world: World, tmp_path: Path) -> None:
-    async def play() -> None:
-        world.want(1)
-        async with running(world.harvester(stop_file=tmp_path / "stop")):
-            await until("it holds", lambda: world.of(rec.HoldStarted))
-            world.cluster.fail_view = True
-            await until("it is not seen", lambda: world.events("cluster_unavailable"))
-            (tmp_path / "stop").write_text("drain power cut")
-            await until("it is asked to leave", lambda: world.of(IntentRevoked))
-            assert world.cluster.fail_view
-
-    asyncio.run(play())
-    assert len(world.of(IntentRevoked)) == 1
-    assert "power cut" in world.acted("give_back")[0].reason
-    assert world.acted("give_back")[0].code == "stopped"
+    [refused] = world.events("release_refused")
+    assert "Access/permission denied" in refused.reason
+    assert [decision.code for decision in world.acted("cancel_pending")] == ["spare"]
+    assert [decision.code for decision in world.acted("submit")].count("spare") == 1

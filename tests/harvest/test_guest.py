@@ -6,7 +6,6 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +15,12 @@ from typer.testing import CliRunner
 
 from scavenger import keys
 from scavenger.cli import app
-from scavenger.cluster.local import LocalServer
 from scavenger.cluster.model import JobState
 from scavenger.harvest import standing
 from scavenger.ledger import records as rec
 from scavenger.observe import guest, status
 from scavenger.router.events import IntentRevoked
-from tests.harvest.world import World, layout, running, spec, until
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    with LocalServer(tmp_path / "cluster", layout()) as server:
-        yield World(server.cluster(), server.dir, tmp_path / "state")
+from tests.harvest.world import World, running, spec, until
 
 
 def test_a_peer_who_cannot_preempt_us_runs_within_his_time_and_nobody_takes_his_place(world: World) -> None:

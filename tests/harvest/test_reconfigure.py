@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from scavenger.cluster.local import LocalServer
 from scavenger.cluster.model import JobState
 from scavenger.errors import ConfigError
-from tests.harvest.world import World, layout, running, until
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    with LocalServer(tmp_path / "cluster", layout()) as server:
-        yield World(server.cluster(), server.dir, tmp_path / "state")
+from tests.harvest.world import World, running, until
 
 
 def test_a_lower_limit_takes_effect_without_a_restart(world: World) -> None:

@@ -101,9 +101,12 @@ def test_a_job_that_waits_for_a_node_that_others_took_keeps_its_age_beside_other
     mine = OurJob("scv-0000000000000003", 1, 3, 1, True, pinned="node3", since=NOW - 100)
     queue = (ours(mine.intent_id, 3, reason="Resources"), TAKEN)
     nodes = [node("node1", 3), node("node3", 4)]
-    decision = decided([mine], nodes, *queue, engines=1, spares=0)
+    decision = decided([mine], nodes, *queue, engines=1)
     assert released(decision) == [(mine.intent_id, "node1")]
-    decision = decided([mine], [node("node2"), node("node3", 4)], *queue, engines=1, spares=0)
+    steered_by_nobody = decided([mine], nodes, *queue, engines=1, spares=0)
+    assert released(steered_by_nobody) == [], "Slurm refused to release one, or orders by start"
+    assert fresh(steered_by_nobody) == [("node1",)]
+    decision = decided([mine], [node("node2"), node("node3", 4)], *queue, engines=1)
     assert released(decision) == []
     assert [action.intent_id for action in decision.actions if isinstance(action, CancelPending)] == [mine.intent_id]
     assert fresh(decision) == [("node2",)]
@@ -129,5 +132,6 @@ def test_there_are_no_more_of_them_than_engines() -> None:
 
 def test_the_queue_alone_tells_a_spare() -> None:
     assert is_spare(listed(7), NOW)
+    assert is_spare(listed(7), NOW + 28 * 86_400), "a run may take weeks"
     assert not is_spare(ours("scv-0000000000000007", 7, reason="BeginTime", eligible_time=NOW + 121), NOW)  # requeued
     assert not is_spare(ours("scv-0000000000000007", 7, JobState.RUNNING, eligible_time=NOW + BEGIN_S), NOW)

@@ -56,17 +56,24 @@ def test_one_transaction_or_many_leave_the_same_ledger(sqlite_url: str, tmp_path
     assert dumps[0] == dumps[1]
 
 
-def test_a_list_that_its_owner_empties_after_the_submission_is_written_whole(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The harvester does that with its events: `harvest_stopped` was never in the ledger, and counted as not durable for ever."""
-    upgrade(url)
-    entered, go_on, commit = threading.Event(), threading.Event(), transaction.commit_batch
+def held_commits(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event, list[int]]:
+    """Commits wait: the event that one has begun, the one that lets them go on, and how many records each has."""
+    entered, go_on, sizes, commit = threading.Event(), threading.Event(), list[int](), transaction.commit_batch
 
     def slow(connection: sa.Connection, generation: Generation, batch: int, records: list[r.Record], now: float, plan: Plan) -> bool:
+        sizes.append(len(records))
         entered.set()
         assert go_on.wait(WAIT_S)
         return commit(connection, generation, batch, records, now, plan)
 
     monkeypatch.setattr("scavenger.ledger.writer.commit_batch", slow)
+    return entered, go_on, sizes
+
+
+def test_a_list_that_its_owner_empties_after_the_submission_is_written_whole(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The harvester does that with its events: `harvest_stopped` was never in the ledger, and counted as not durable for ever."""
+    upgrade(url)
+    entered, go_on, _ = held_commits(monkeypatch)
     with witness(url) as w:
         w.writer.submit(0, [event(0)])
         assert entered.wait(WAIT_S)
@@ -81,16 +88,7 @@ def test_a_list_that_its_owner_empties_after_the_submission_is_written_whole(url
 
 def test_submissions_gather_while_a_transaction_runs(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     upgrade(url)
-    entered, go_on, sizes = threading.Event(), threading.Event(), []
-    commit = transaction.commit_batch
-
-    def slow(connection: sa.Connection, generation: Generation, batch: int, records: list[r.Record], now: float, plan: Plan) -> bool:
-        sizes.append(len(records))
-        entered.set()
-        assert go_on.wait(WAIT_S)
-        return commit(connection, generation, batch, records, now, plan)
-
-    monkeypatch.setattr("scavenger.ledger.writer.commit_batch", slow)
+    entered, go_on, sizes = held_commits(monkeypatch)
     with witness(url) as w:
         w.writer.submit(0, [event(0)])
         assert entered.wait(WAIT_S)
