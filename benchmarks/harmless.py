@@ -37,6 +37,7 @@ import asyncio
 import csv
 import gzip
 import json
+import multiprocessing
 import random
 import re
 import sys
@@ -44,7 +45,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -486,6 +487,7 @@ def main() -> int:
     parser.add_argument("--turn-s", type=float, default=20.0, help="how long it is there, and away")
     parser.add_argument("--copies", type=float, default=100.0, help="MB a second that the engine beside copies")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--together", type=int, default=1, help="arms played at once, each in a process and a private Slurm of its own")
     parser.add_argument("--json", type=Path, default=None, help="write the figures there too")
     options = parser.parse_args()
     if "beside" in options.arms.split(","):
@@ -500,9 +502,11 @@ def main() -> int:
     print(f"{len(plan) - len(new)} jobs run, {len(new)} arrive in {options.hours * 60 / options.compress:.1f} min", flush=True)
     outcomes = []
     try:
-        for grace in (float(text) for text in options.grace.split(",")):
-            for arm in options.arms.split(","):
-                outcomes.append(run(arm, grace, plan, options))
+        with ProcessPoolExecutor(options.together, multiprocessing.get_context("spawn")) as processes:
+            arms = [(arm, float(grace)) for grace in options.grace.split(",") for arm in options.arms.split(",")]
+            running = [processes.submit(run, arm, grace, plan, options) for arm, grace in arms]
+            for (arm, grace), one in zip(arms, running, strict=True):
+                outcomes.append(one.result())
                 print(f"{arm}, GraceTime {grace:g} s: done", file=sys.stderr, flush=True)
     finally:  # an arm that fails takes nothing from those before it
         print("\n".join(report(outcomes)))

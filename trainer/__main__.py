@@ -130,9 +130,11 @@ def spool_of(config: RunConfig) -> Spool | None:
     return Spool(folder / config.run.name) if folder else None
 
 
-def restore(config: RunConfig, ranks: Ranks, resume: str) -> Start:
-    """Load the chosen checkpoint on all ranks. Raises `ConfigError` when it belongs to another run."""
-    path = checkpoint.select(config.run.out_dir, resume)
+def restore(config: RunConfig, ranks: Ranks, path: Path | None, data: str, chosen: bool) -> Start:
+    """Load a checkpoint on all ranks. `data`: digest of this run's problems.
+
+    Raises `ConfigError` when it belongs to another run, or to other problems and nobody has `chosen` it.
+    """
     if path is None:
         return Start()
     state = checkpoint.read_state(path)
@@ -142,6 +144,11 @@ def restore(config: RunConfig, ranks: Ranks, resume: str) -> Start:
             f"{path} was written with run.seed = {state.seed} in {state.dtype}, this run has {config.run.seed} in {dtype}",
             "choose another run.out_dir, or start over with --resume none",
         )
+    if state.data not in ("", data):
+        what = f"the problems or their order are not those of {path}: data.path, [data], the chat template or eval.problems was changed"
+        if not chosen:
+            raise ConfigError(what, f"undo that, or go on with the new ones on purpose: --resume {path}")
+        print(f"{what}; goes on with the new ones from position {state.cursor}", flush=True)
     ranks.load(path, state.updates_taken)
     print(f"resumed from {path}, after step {state.step}", flush=True)
     # Adapters were once published merged: such a version's root names other bytes.
@@ -169,7 +176,7 @@ def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> int:
         ranks = Ranks(comm, learner, Publisher(source, spool_of(config)), here)
         monitor = Monitor(config.run.out_dir, steps=config.run.steps, more=chosen(config))
         stack.callback(monitor.close)
-        start, run = begin(config, spec, ranks, source, stack, options.resume)
+        start, run = begin(config, spec, ranks, source, stack, options.resume, problems.digest)
         set_aside(config, start, run.attempt)
         if start.step >= config.run.steps:
             monitor.say(f"nothing is left to train: {start.step} steps are done, run.steps = {config.run.steps}; to go on, raise it")
@@ -200,14 +207,15 @@ def _runner(reward: RewardSection) -> RewardRunner:
 
 
 def begin(
-    config: RunConfig, spec: wire.EngineSpec, ranks: Ranks, source: LocalSource | WeightSource, stack: ExitStack, resume: str
+    config: RunConfig, spec: wire.EngineSpec, ranks: Ranks, source: LocalSource | WeightSource, stack: ExitStack, resume: str, data: str
 ) -> tuple[Start, Run]:
     """Load a checkpoint and open the run from it. "auto" goes back to the newest one that the ledger knows.
 
     An older ledger that was restored ends before the newest checkpoints: steps that it does not have cannot be gone on from without
     leaving their samples unaccounted. Raises `ConfigError` where no checkpoint is old enough.
     """
-    start = restore(config, ranks, resume)
+    chosen = resume not in ("auto", "none")
+    start = restore(config, ranks, checkpoint.select(config.run.out_dir, resume), data, chosen)
     while True:
         try:
             return start, open_run(config, spec, start, source, stack)
@@ -219,7 +227,7 @@ def begin(
                     "restore a newer backup of the ledger, or go on from here as another run: another run.name, with --resume DIR",
                 ) from ahead
             print(f"{ahead.cause}: going back to {older.name}", flush=True)
-            start = restore(config, ranks, str(older))
+            start = restore(config, ranks, older, data, chosen)
 
 
 def check_reach(config: RunConfig, daemon_host: str, this_host: str) -> None:

@@ -37,7 +37,7 @@ class State(msgspec.Struct, frozen=True):
 
     `attempt`: the run's attempt that wrote it; 0 = written before attempts were noted. `weights_dtype`: in which type the version was
     published, "" = written before that was noted. `owes_evaluation`: the one due at this step was not made. `adapters`: the version holds
-    adapters alone.
+    adapters alone. `data`: digest of the problems in their order, "" = written before that was noted.
     """
 
     step: int
@@ -52,6 +52,7 @@ class State(msgspec.Struct, frozen=True):
     weights_dtype: str = ""
     owes_evaluation: bool = False
     adapters: bool = False
+    data: str = ""
 
 
 class Surplus(NamedTuple):

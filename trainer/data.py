@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from blake3 import blake3
 from tokenizers import Tokenizer
 
 from scavenger.config import RunConfig
@@ -44,6 +45,10 @@ class Stream(Protocol):
 
     def held_out(self, index: int) -> Row: ...
 
+    def digest(self) -> str:
+        """Equal digests: the same training problems at all positions."""
+        ...
+
 
 class SortStream:
     """The built-in task: problems are made, not read."""
@@ -56,6 +61,9 @@ class SortStream:
 
     def held_out(self, index: int) -> tuple[str, dict[str, Any]]:
         return sort.problem(self._seed, index, held_out=True)
+
+    def digest(self) -> str:
+        return f"sort-{self._seed}"
 
 
 class FileStream:
@@ -88,6 +96,12 @@ class FileStream:
     def held_out(self, index: int) -> Row:
         return self._held_out[index]
 
+    def digest(self) -> str:
+        hasher = blake3(f"{self._seed}/{len(self._train)}/".encode())
+        for row in self._rows:
+            hasher.update(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+        return hasher.hexdigest(16)
+
 
 class Problems:
     """The run's problems, tokenised. `say` gets a line where some are left out.
@@ -105,6 +119,8 @@ class Problems:
         self._stream: Stream = SortStream(config.data.seed)
         if config.data.path is not None and config.data.task != "sort":
             self._stream = self._from_files(config.data.path)
+        #: Of the training problems and their order: what a resumed run must find as it left it.
+        self.digest = self._stream.digest()
 
     def _from_files(self, path: Path) -> FileStream:
         config = self._config

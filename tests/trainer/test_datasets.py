@@ -68,6 +68,7 @@ def test_a_file_and_a_folder_hold_the_same_problems(model_folder: Path, tmp_path
     named = problems_of(config_of(model_folder, tmp_path / f"parts/data/train-*.{suffix}", task=suffix, **COLUMNS))
     assert named.take(0, 20) == one.take(0, 20)
     assert one.held_out() == other.held_out()
+    assert one.digest == other.digest
     first = one.take(0, 1)[0]
     assert first.meta.keys() == {"answer", "level", "row"}
     assert first.meta["answer"] == int(first.text[:4])
@@ -200,3 +201,16 @@ def test_an_end_that_is_no_token_is_told(model_folder: Path, tmp_path: Path, tex
     with pytest.raises(ConfigError, match=r"generation_config\.json: .*\n.*sampling\.stop_token_ids"):
         stop_tokens(folder, ())
     assert stop_tokens(folder, (3,)) == (3,)
+
+
+def test_the_digest_tells_other_training_problems_and_nothing_else(model_folder: Path, tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", ROWS)
+    digest = problems_of(config_of(model_folder, path, **COLUMNS)).digest
+    held_out = write(tmp_path / "held-out.jsonl", ROWS[:4])
+    apart = problems_of(config_of(model_folder, path, held_out=held_out, **COLUMNS)).digest
+    assert apart != digest, "a row more to train on moves all positions"
+    assert apart == problems_of(config_of(model_folder, path, problems=2, held_out=held_out, **COLUMNS)).digest
+    assert digest != problems_of(config_of(model_folder, path, seed=1, **COLUMNS)).digest
+    assert digest != problems_of(config_of(model_folder, path, problems=2, **COLUMNS)).digest
+    other = [*ROWS[:-1], ROWS[-1] | {"level": 99}]
+    assert digest != problems_of(config_of(model_folder, write(tmp_path / "other.jsonl", other), **COLUMNS)).digest

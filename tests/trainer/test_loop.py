@@ -26,7 +26,7 @@ class Killed(Exception):
 class Script:
     """Run, ranks, source, problems, scoring, stepper and monitor of one attempt; `acts` is what it did, `die_at` its last act."""
 
-    version = "judge"
+    version, digest = "judge", "problems"
     replaces = True
     trains_adapters = False
 

@@ -87,7 +87,9 @@ def config_of(folder: Path) -> RunConfig:
     )
 
 
-def begin(folder: Path, monkeypatch: pytest.MonkeyPatch, ledger_ends_at: int, resume: str = "auto") -> tuple[int, list[str]]:
+def begin(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, ledger_ends_at: int, resume: str = "auto", data: str = ""
+) -> tuple[int, list[str]]:
     """The step that the run is opened from, and what was loaded on the way."""
     shards = Shards()
 
@@ -98,7 +100,7 @@ def begin(folder: Path, monkeypatch: pytest.MonkeyPatch, ledger_ends_at: int, re
 
     monkeypatch.setattr(program, "open_run", open_run)
     with ExitStack() as stack:
-        start, _ = program.begin(config_of(folder), cast(Any, None), cast(Any, shards), cast(Any, None), stack, resume)
+        start, _ = program.begin(config_of(folder), cast(Any, None), cast(Any, shards), cast(Any, None), stack, resume, data)
     return start.step, shards.loaded
 
 
@@ -127,3 +129,17 @@ def test_without_such_a_checkpoint_or_with_a_chosen_one_the_trainer_ends_and_say
     chosen = str(checkpoint.folder(checkpoints) / "step-00000006")
     with pytest.raises(ConfigError, match="the ledger ends at 5"):
         begin(checkpoints, monkeypatch, 5, resume=chosen)
+
+
+def test_a_run_whose_problems_changed_goes_on_only_from_a_checkpoint_that_was_chosen(
+    checkpoints: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = checkpoint.folder(checkpoints) / "step-00000006"
+    state = msgspec.structs.replace(checkpoint.read_state(path), data="these", cursor=48)
+    (path / checkpoint.STATE_FILE).write_bytes(msgspec.json.encode(state))
+    assert begin(checkpoints, monkeypatch, 6, data="these") == (6, ["step-00000006"])
+    with pytest.raises(ConfigError, match=r"data.path(.|\n)*--resume .*step-00000006"):
+        begin(checkpoints, monkeypatch, 6, data="others")
+    capsys.readouterr()
+    assert begin(checkpoints, monkeypatch, 6, resume=str(path), data="others") == (6, ["step-00000006"])
+    assert "from position 48" in capsys.readouterr().out
