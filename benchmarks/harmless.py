@@ -281,7 +281,7 @@ def harvester(
         harvest=HarvestSection(
             max_engines=options.nodes * options.gpus, max_pending=options.pending, job_template=template, time_limit_s=4 * HOUR_S,
             courtesy_window_s=courtesy_s, peer_yield_s=options.peer_yield, fresh_after_s=max(3.0, 30.0 / options.compress),
-            drain_before_s=1.0, cpus_per_engine=1, qos=guest_qos(options),
+            drain_before_s=1.0, least_life_s=600.0 / options.compress, cpus_per_engine=1, qos=guest_qos(options),
         ),
     )  # fmt: skip
     cluster = Counted(sandbox.env)

@@ -31,6 +31,7 @@ LIVE = frozenset({
     "harvest.headroom_gpus",
     "harvest.headroom_per_node",
     "harvest.job_template",
+    "harvest.least_life_s",
     "harvest.leave",
     "harvest.max_engines",
     "harvest.max_gpus",

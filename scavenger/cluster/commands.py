@@ -40,7 +40,7 @@ from scavenger.errors import ClusterError, ClusterUnavailable
 _JOB_FIELDS = (
     "JobID", "UserName", "Partition", "State", "RestartCnt", "NumNodes", "NumCPUs", "NumTasks", "PriorityLong",
     "SubmitTime", "EligibleTime", "StartTime", "EndTime", "TimeLimit", "exit_code", "tres-alloc", "tres-per-job",
-    "tres-per-node", "tres-per-socket", "tres-per-task", "NodeList", "Reason", "Name", "Comment",
+    "tres-per-node", "tres-per-socket", "tres-per-task", "NodeList", "SchedNodes", "Reason", "Name", "Comment",
 )
 _NODE_KEYS = ("NodeName", "CPUAlloc", "CPUTot", "Gres", "RealMemory", "AllocMem", "State", "CfgTRES", "AllocTRES")
 _NUMBER = re.compile(r"-?\d+")
@@ -174,7 +174,7 @@ def parse_jobs(stdout: str, mark: str) -> tuple[Job, ...]:
 def _job(values: Sequence[str]) -> Job:
     """One record of `_JOB_FIELDS`. A site has tens of thousands at each look: no dict, and no words for errors that do not happen."""
     (number, user, partition, state_text, restarts, some_nodes, some_cpus, tasks, priority, submitted, eligible, started, ended,
-     limit, status, allocated, per_job, per_node, per_socket, per_task, nodelist, reason, name, comment) = values
+     limit, status, allocated, per_job, per_node, per_socket, per_task, nodelist, scheduled, reason, name, comment) = values
     job_id = _integer("squeue JobID", number.removeprefix("\n"))  # each record but the first begins with the last one's newline
     state, flags = parse_state(state_text)
     n_nodes = _of_job(job_id, "NumNodes", some_nodes.partition("-")[0])
@@ -185,7 +185,8 @@ def _job(values: Sequence[str]) -> Job:
         comment="" if comment == "(null)" else comment, nodes=nodes, gpus=gpus, gpus_by_node=spread(gpus, nodes), n_nodes=n_nodes,
         cpus=_of_job(job_id, "NumCPUs", some_cpus.partition("-")[0]), priority=_of_job(job_id, "Priority", priority),
         restart_count=_of_job(job_id, "RestartCnt", restarts), submit_time=_time(submitted), eligible_time=_time(eligible),
-        start_time=_time(started), end_time=_time(ended), time_limit_s=parse_duration(limit), exit_code=_exit_code(status))
+        start_time=_time(started), end_time=_time(ended), time_limit_s=parse_duration(limit), exit_code=_exit_code(status),
+        planned=() if scheduled in NOTHING else tuple(expand(scheduled)))
 
 
 def _of_job(job_id: int, field: str, text: str) -> int:

@@ -91,7 +91,10 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One job as the queue shows it. `gpus` is the total over its nodes; `gpus_by_node` is known only while it holds them."""
+    """One job as the queue shows it. `gpus` is the total over its nodes; `gpus_by_node` is known only while it holds them.
+
+    `planned`: the nodes on which backfill expects a waiting job to start at `start_time`; () where it plans none.
+    """
 
     job_id: int
     user: str
@@ -114,6 +117,7 @@ class Job:
     end_time: float = 0.0
     time_limit_s: float = 0.0
     exit_code: int = 0
+    planned: tuple[str, ...] = ()
 
     @property
     def holds_gpus(self) -> bool:

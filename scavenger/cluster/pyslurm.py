@@ -60,6 +60,7 @@ def _job(row: Mapping[str, Any], exit_code: int, exit_signal: int) -> wire.JobRo
     return wire.JobRow(
         job_id=int(row["job_id"]), user=user_name(int(row["user_id"])), partition=row["partition"] or "", state=row["job_state"],
         reason=row["state_reason"] or "", name=row["name"] or "", comment=row["comment"] or "", nodes=row["nodes"] or "",
+        sched_nodes=row["sched_nodes"] or "",
         n_nodes=int(row["num_nodes"]), cpus=int(row["num_cpus"]), tasks=int(row["num_tasks"]), priority=int(row["priority"]),
         restarts=int(row["restart_cnt"]), submit_time=int(row["submit_time"]), eligible_time=int(row["eligible_time"]),
         start_time=int(row["start_time"]), end_time=int(row["end_time"]), time_limit=str(row["time_limit"]),

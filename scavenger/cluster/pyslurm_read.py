@@ -49,4 +49,5 @@ def _job(row: JobRow) -> Job:
         cpus=row.cpus, priority=row.priority, restart_count=row.restarts, submit_time=float(row.submit_time),
         eligible_time=float(row.eligible_time), start_time=float(row.start_time), end_time=float(row.end_time),
         time_limit_s=slurm_text.parse_duration(row.time_limit), exit_code=128 + row.exit_signal if row.exit_signal else row.exit_code,
+        planned=tuple(expand(row.sched_nodes)) if row.sched_nodes else (),
     )  # fmt: skip

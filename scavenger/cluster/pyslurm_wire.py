@@ -43,6 +43,7 @@ class JobRow(msgspec.Struct, frozen=True, array_like=True):
     name: str
     comment: str
     nodes: str
+    sched_nodes: str
     n_nodes: int
     cpus: int
     tasks: int

@@ -92,6 +92,7 @@ class HarvestSection(Section):
     gpu_type: str = ""
     time_limit_s: Seconds = 3600.0
     time_min_s: Annotated[float, Field(ge=0)] = 0.0  # 0 = no --time-min
+    least_life_s: Seconds = 600.0  # no engine is submitted where a reservation, or a start that backfill plans, leaves it less
     time_stagger: Fraction = 0.25  # a job's limit is up to this share shorter, so that not all end at once
     drain_before_s: Annotated[float, Field(ge=0)] = 30.0  # leave so long before the time limit or a reservation
     fresh_after_s: Seconds = 30.0

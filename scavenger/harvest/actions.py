@@ -39,6 +39,7 @@ class Code(StrEnum):
     OTHERS_PENDING = "others_pending"
     HEADROOM = "headroom"
     QUARANTINE = "quarantine"
+    PLANNED = "planned"  # backfill expects others soon where it is idle
     RESERVED = "reserved"  # a reservation or a maintenance comes; of a job that leaves: its node's
     PER_NODE = "per_node"  # max_gpus_per_node
     SETTLING = "settling"  # what is idle has not been so for long enough to outlast a start, or is not worth one (`gates`)
@@ -124,7 +125,7 @@ class Limits:
     peer_yield_s: float = 30.0  # an engine that makes room for a peer, or for one who may be a peer, is gone after this
     by_qos: bool = False  # Slurm preempts by QOS: tiers do not tell who may preempt us
     drain_before_s: float = 0.0  # an engine leaves so long before its time limit or a reservation
-    min_life_s: float = 0.0  # no engine is started where a reservation begins sooner
+    min_life_s: float = 0.0  # no engine is started where a reservation, or others whom backfill plans, begin sooner
     fresh_after_s: float = float("inf")  # a job of ours that waits longer than this is submitted anew where it could start now
     pin: bool = False  # each job is submitted for one node
     spares: int = 0  # jobs that wait for us to say where they begin

@@ -1,6 +1,7 @@
 """Which of our waiting jobs keep their place in the queue. Pure.
 
     waits for a node that will not come soon, and there may be room elsewhere   moves: cancelled once a fresh one can start now
+    waits for a node that Slurm keeps for others who come before its limit ends   the same: a shorter one may start there
     would start on GPUs that are not worth a start (`gates`)                    leaves anyway: Slurm starts it the moment that others leave
     else                                                                        stays, and what it will take is set aside
 
@@ -93,11 +94,22 @@ def wait_or_move(
             if movable and begins_s <= 0 and now - job.since >= limits.fresh_after_s:
                 found.append(Move(job, f"it has waited for {pinned} for {now - job.since:.0f} s", ready=True))
             continue
+        if movable and begins_s <= 0 and now - job.since >= limits.fresh_after_s and (late := _too_long(listed, pinned, room, now)):
+            found.append(Move(job, late))
+            continue
         room.keep(pinned, job.gpus)
         if limits.pin and movable and begins_s <= 0 and now - job.since >= STUCK * limits.fresh_after_s:
             found.append(Move(job, _stuck(job, listed, pinned, now)))
             room.spaces.pop(pinned, None)  # Slurm knows why; another node is taken, or none
     return found
+
+
+def _too_long(listed: Job | None, pinned: str, room: Room, now: float) -> str:
+    """Why Slurm does not start it on a node with room; "" where its time limit is none."""
+    until = room.until.get(pinned, float("inf"))
+    if listed is None or now + listed.time_limit_s <= until:
+        return ""
+    return f"its limit is {listed.time_limit_s / 60:.0f} min, and {pinned} is kept for others who are expected in {(until - now) / 60:.0f}"
 
 
 def _stuck(job: OurJob, listed: Job | None, pinned: str, now: float) -> str:

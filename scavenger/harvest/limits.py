@@ -19,8 +19,6 @@ from scavenger.harvest.policy import Limits
 from scavenger.harvest.tracker import Rules
 
 _DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
-#: An engine that a reservation would end sooner is not started.
-LEAST_LIFE_S = 600.0
 #: Jobs that ended so lately may still explain GPUs that the nodes showed as taken.
 _LATELY_S = 120.0
 
@@ -105,7 +103,7 @@ def _configured(config: DaemonConfig, now: float) -> Limits:
         courtesy_after_s=harvest.courtesy_after_s,
         peer_yield_s=harvest.peer_yield_s,
         drain_before_s=harvest.drain_before_s,
-        min_life_s=min(LEAST_LIFE_S, harvest.time_limit_s) + harvest.drain_before_s,
+        min_life_s=min(harvest.least_life_s, harvest.time_limit_s) + harvest.drain_before_s,
         fresh_after_s=harvest.fresh_after_s,
         spares=harvest.spares,
         pin=harvest.placement == "node" and not harvest.constraint,  # which nodes have the features is Slurm's to know

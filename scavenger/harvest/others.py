@@ -100,13 +100,17 @@ class Space:
 
 @dataclass(slots=True)
 class Census:
-    """One pass over the queue. `ours`: our listed jobs. `held`: GPUs and CPUs of ours by node. `freed`: those of jobs that complete."""
+    """One pass over the queue. `ours`: our listed jobs. `held`: GPUs and CPUs of ours by node. `freed`: those of jobs that complete.
+
+    `plans`: by node when backfill expects the first of others' waiting jobs there (Unix s). Until then it starts what ends before alone.
+    """
 
     ours: dict[int, Job] = field(default_factory=dict)
     held: dict[str, Space] = field(default_factory=dict)
     freed: dict[str, Space] = field(default_factory=dict)
     user_gpus: int = 0  # of the limits' user in the partition, ours included
     waits: Waits = field(default_factory=lambda: Waits({}))
+    plans: dict[str, float] = field(default_factory=dict)
 
 
 class Ground:
@@ -164,6 +168,9 @@ def census(view: ClusterView, our_job_ids: frozenset[int], limits: Limits, now: 
         if job.state is _PENDING and (not job.flags or job.waits):
             if not mine:
                 pending.append(job)
+                if job.planned and job.start_time > now and not job.reason.startswith(NOT_FOR_GPUS):  # else the plan is an old one
+                    for node in job.planned:
+                        found.plans[node] = min(found.plans.get(node, job.start_time), job.start_time)
         elif job.state is _RUNNING and not (mine or job.flags):
             pass  # most of a queue: it keeps what it has
         elif not job.holds_gpus:

@@ -16,13 +16,15 @@ from scavenger.cluster.model import ClusterView, Job, Node, Partition
 from scavenger.harvest.actions import Limits, OurJob
 from scavenger.harvest.others import NOT_FOR_GPUS, Census, Ground, Space, census, claim, gpus_by_node, space_of
 
+#: Backfill counts in steps of this (its bf_resolution by default), and a job that ends within the same one does not fit before a plan.
+PLAN_STEP_S = 60.0
 #: Less memory than this for each GPU is no figure of a node: its RealMemory is not configured.
 NO_MEMORY_MB = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One engine's share of a node. `until`: when a reservation begins there (Unix s); inf: none is known."""
+    """One engine's share of a node. `until`: when a reservation begins there, or a job that backfill plans (Unix s); inf: none is known."""
 
     node: str
     cpus: int
@@ -58,6 +60,7 @@ class Room:
     headroom_gpus: int = 0
     closed: tuple[str, ...] = ()
     booked: tuple[str, ...] = ()
+    expected: tuple[str, ...] = ()
     full: tuple[str, ...] = ()
     refused: bool = False
     shared: frozenset[str] = frozenset()  # nodes where others hold GPUs
@@ -145,7 +148,10 @@ class Room:
             words.append(f"{self.waiting} for our own")
         if self.headroom_gpus:
             words.append(f"headroom {self.headroom_gpus}")
-        named = (("quarantined", self.closed), ("reserved soon", self.booked), ("at max_gpus_per_node", self.full))
+        named = (
+            ("quarantined", self.closed), ("reserved soon", self.booked), ("kept for others who are expected soon", self.expected),
+            ("at max_gpus_per_node", self.full),
+        )  # fmt: skip
         words += [f"{what}: {_few(names)}" for what, names in named if names]
         if self.settling:
             words.append(f"{self.settling} not idle for long enough to be worth a start")
@@ -185,10 +191,15 @@ def room_of(view: ClusterView, counted: Census, ground: Ground, limits: Limits, 
     spaces = {name: space_of(node) for name, node in nodes.items()}
     idle = sum(space.gpus for space in spaces.values())
     claimed = claim(counted.waits, ground, spaces) if part is not None else 0
-    until = begins(view, now)
+    reserved = begins(view, now)
+    until = dict(reserved)
+    for name, at in counted.plans.items():
+        until[name] = min(until.get(name, float("inf")), at - PLAN_STEP_S)
     quarantined = {name for name, _ in limits.quarantined} & inside
-    booked = {name for name, at in until.items() if name in inside and at < now + limits.min_life_s}
-    for name in (quarantined | booked) & spaces.keys():
+    soon = {name for name, at in until.items() if name in inside and at < now + limits.min_life_s}
+    booked = {name for name in soon if reserved.get(name, float("inf")) < now + limits.min_life_s}
+    expected = tuple(sorted(name for name in soon - booked if name in spaces and spaces[name].gpus))
+    for name in (quarantined | soon) & spaces.keys():
         spaces[name].gpus = 0
     kept = sum(min(space.gpus, limits.headroom_per_node) for space in spaces.values())
     for space in spaces.values():
@@ -197,6 +208,7 @@ def room_of(view: ClusterView, counted: Census, ground: Ground, limits: Limits, 
     room = Room(
         spaces, nodes, until, _quotas(view, nodes, spaces, limits), limits.max_gpus_per_node, held, {}, idle, claimed,
         headroom_gpus=_headroom(limits, kept), closed=tuple(sorted(quarantined)), booked=tuple(sorted(booked)),
+        expected=expected,
         full=_full(held, nodes, limits), shared=_shared(nodes, counted),
     )  # fmt: skip
     for name, gpus in held.items():

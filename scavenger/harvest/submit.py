@@ -152,7 +152,7 @@ class _Drafts:
         self._gpus = sum(job.gpus for job in ours)
         self._user_gpus = user_gpus + sum(job.gpus for job in ours if not job.job_id)
         part = view.partition(limits.partition)
-        shut = {node for node, _ in limits.quarantined} | {*room.booked, *room.full}
+        shut = {node for node, _ in limits.quarantined} | {*room.booked, *room.expected, *room.full}
         self._exclude = tuple(sorted(shut & part.nodes)) if part is not None else ()
 
     def stopped(self, want: Demand, instead_of: OurJob | None = None) -> tuple[Code, str] | None:
@@ -244,4 +244,6 @@ def why_no_room(room: Room) -> Code:
         return Code.QUARANTINE
     if room.booked:
         return Code.RESERVED
+    if room.expected:
+        return Code.PLANNED
     return Code.PER_NODE if room.full else Code.NO_ROOM

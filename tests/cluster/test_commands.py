@@ -33,7 +33,7 @@ JOB = {
     "NumCPUs": "2", "NumTasks": "2", "PriorityLong": "4294901758", "SubmitTime": "1795242303",
     "EligibleTime": "1795242303", "StartTime": "1795242304", "EndTime": "1795245904", "TimeLimit": "1:00:00",
     "exit_code": "0", "tres-alloc": "cpu=2,node=2,billing=2", "tres-per-job": "N/A", "tres-per-node": "gres:gpu:4",
-    "tres-per-socket": "N/A", "tres-per-task": "N/A", "NodeList": "node[1-2]", "Reason": "None", "Name": "n",
+    "tres-per-socket": "N/A", "tres-per-task": "N/A", "NodeList": "node[1-2]", "SchedNodes": "(null)", "Reason": "None", "Name": "n",
     "Comment": "c",
 }  # fmt: skip
 
@@ -47,6 +47,11 @@ def test_a_job_is_read_in_full() -> None:
     assert (job.job_id, job.user, job.partition, job.state, job.flags) == (7, "ada", "scavenge", JobState.RUNNING, set())
     assert (job.gpus, job.gpus_by_node, job.nodes) == (8, (("node1", 4), ("node2", 4)), ("node1", "node2"))
     assert (job.restart_count, job.time_limit_s, job.start_time, job.reason) == (2, 3600, 1795242304, "")
+
+
+def test_where_backfill_expects_a_waiting_job_is_read() -> None:
+    (job,) = commands.parse_jobs(squeue({"State": "PENDING", "NodeList": "", "SchedNodes": "node[1-2,7]"}), M)
+    assert (job.planned, job.nodes, job.gpus_by_node) == (("node1", "node2", "node7"), (), ())
 
 
 def test_no_job_at_all_is_an_empty_queue() -> None:

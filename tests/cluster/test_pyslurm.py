@@ -34,7 +34,8 @@ ROOT = Path(__file__).resolve().parents[2]
 NODE = {"name": "n1", "state": "MIXED+DRAIN", "gres": ["gpu:h100:4"], "gres_used": ["gpu:h100:3(IDX:0-2)"], "partitions": ["p"],
         "cpus": 64, "alloc_cpus": 3, "real_memory": 1000, "alloc_mem": 10}  # fmt: skip
 JOB = {"job_id": 7, "user_id": os.getuid(), "partition": "p", "job_state": "FAILED", "state_reason": "None", "name": None, "comment": "c",
-       "nodes": "n1", "num_nodes": 1, "num_cpus": 2, "num_tasks": 1, "priority": 5, "restart_cnt": 1, "submit_time": 1, "eligible_time": 1,
+       "nodes": "n1", "sched_nodes": "", "num_nodes": 1,
+       "num_cpus": 2, "num_tasks": 1, "priority": 5, "restart_cnt": 1, "submit_time": 1, "eligible_time": 1,
        "start_time": 2, "end_time": 3, "time_limit": 60, "exit_code": "3:9", "tres_alloc_str": "cpu=1", "tres_per_job": None,
        "tres_per_node": "gres:gpu:h100:2", "tres_per_socket": None, "tres_per_task": None, "array_task_str": None}  # fmt: skip
 FAKE = f"""

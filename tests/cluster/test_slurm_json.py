@@ -37,6 +37,13 @@ def test_jobs_are_read_alike_from_every_release(version: str) -> None:
     assert (held.reason, held.gpus) == ("JobHeldUser", 4)
 
 
+@pytest.mark.parametrize("version", VERSIONS[2:])
+def test_where_backfill_expects_a_waiting_job_is_read_from_the_releases_that_say_it(version: str) -> None:
+    document = json.loads(text(version, "jobs"))
+    document["jobs"][-1]["scheduled_nodes"] = "node[1-2]"
+    assert slurm_json.parse_jobs(json.dumps(document))[-1].planned == ("node1", "node2")
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_nodes_are_read_alike_from_every_release(version: str) -> None:
     nodes = slurm_json.parse_nodes(text(version, "nodes"))
@@ -101,6 +108,7 @@ def test_on_a_real_slurm_json_says_what_fields_say_for_one_request_less(slurm_sa
     differences: list[str] = []
 
     def plain(job: Job) -> Job:
+        job = replace(job, planned=())  # 22.05's JSON does not say it
         return job if job.holds_gpus or job.waits else replace(job, cpus=0)  # of a job cancelled while it waited they count differently
 
     def alike() -> bool:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
-from scavenger.cluster.model import JobState
+from scavenger.cluster.model import Job, JobState
 from scavenger.cluster.sandbox import SlurmSandbox
 from scavenger.cluster.slurm import SlurmCluster
 from scavenger.ledger import records as rec
@@ -97,3 +98,39 @@ def test_a_small_job_of_others_goes_where_others_are_too_and_not_to_a_node_that_
     asyncio.run(play())
     assert where == [goes_to]
     assert {decision.code for decision in world.acted("release")} == ({"wanted"} if spares else set())
+
+
+def test_a_node_that_slurm_keeps_for_a_larger_job_is_used_until_that_one_is_expected(cluster: SlurmCluster, tmp_path: Path) -> None:
+    """An engine that was preempted there has too long a limit to start again: a shorter one takes its place."""
+    world = World(cluster, tmp_path, tmp_path / "state")
+    limits: list[float] = []
+
+    def here() -> list[Job]:
+        return [job for job in world.jobs(JobState.RUNNING) if job.partition == "scavenge"]
+
+    async def submitted(**more: Any) -> int:
+        return await asyncio.to_thread(cluster.submit, spec(gpus=2, workdir="/tmp", **more))
+
+    async def play() -> None:
+        await submitted(nodelist=("node1",), time_s=1800.0)
+        await until("others hold node1", lambda: len(world.jobs(JobState.RUNNING)) == 1, 90.0)
+        world.want(1)
+        async with running(world.harvester(least_life_s=120.0, drain_before_s=1.0, fresh_after_s=8.0, time_limit_s=7200.0), cancel=True):
+            await until("an engine is on node2", lambda: len(here()) == 1, 90.0)
+            [first] = here()
+            short = await submitted(nodelist=("node2",), time_s=600.0)
+            await until("it is preempted", lambda: not here() and short in {job.job_id for job in world.jobs(JobState.RUNNING)}, 90.0)
+            large = await submitted(nodes=2, tasks=2, time_s=3600.0)
+            waits = JobState.PENDING
+            await until("backfill plans it", lambda: [job for job in world.jobs(waits) if job.job_id == large and job.planned], 90.0)
+            await asyncio.to_thread(cluster.cancel, (short,))
+            await until("another engine is on node2", lambda: len(here()) == 1, 90.0)
+            [second] = here()
+            assert second.job_id != first.job_id
+            limits.extend((first.time_limit_s, second.time_limit_s))
+
+    asyncio.run(play())
+    assert limits[0] > 1800 > limits[1] > 1200
+    [exchanged] = world.acted("cancel_pending")
+    assert exchanged.code == "fresh"
+    assert "node2 is kept for others" in exchanged.reason

@@ -1,0 +1,83 @@
+"""Idle nodes that Slurm keeps for a job which it expects to start later: ours start there only if they end before."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from scavenger.cluster.model import Job
+from scavenger.harvest.policy import CancelPending, Code, Decision, Limits, OurJob, Submit, decide
+from scavenger.router.machine import Demand
+from tests.harvest.views import job, node, ours, view
+
+NOW = 10_000.0
+LIMITS = Limits("scavenge", max_engines=4, max_pending=4, pin=True, fresh_after_s=30.0, drain_before_s=30.0, min_life_s=630.0)
+NODES = (node("node1", 4), node("node2"), node("node3", 4))  # node2 is idle
+
+
+def planned(in_s: float, *nodes: str) -> Job:
+    """Somebody's job of whole nodes, which waits for the last of them."""
+    return job(7, gpus=4 * len(nodes), n_nodes=len(nodes), start_time=NOW + in_s, planned=nodes, priority=9)
+
+
+def decided(*queue: Job, jobs: tuple[OurJob, ...] = (), wants: int = 1, **limits: Any) -> Decision:
+    return decide(view(NOW, queue, NODES), [Demand(1, "r", wants, 1, "useful")], jobs, replace(LIMITS, **limits), NOW)
+
+
+def submitted(decision: Decision) -> list[tuple[tuple[str, ...], float]]:
+    return [(one.nodelist, one.most_s) for one in decision.actions if isinstance(one, Submit)]
+
+
+def test_an_engine_on_a_kept_node_ends_before_the_others_are_expected() -> None:
+    assert submitted(decided(planned(1800, "node1", "node2"))) == [(("node2",), 1800 - 60 - 30)]
+    assert submitted(decided(planned(1800, "node1", "node3"))) == [(("node2",), 0.0)], "it is kept for nobody"
+    both = decided(planned(3600, "node1", "node2"), replace(planned(1800, "node2", "node3"), job_id=8))
+    assert submitted(both) == [(("node2",), 1800 - 60 - 30)], "the first who is expected"
+
+
+def test_where_they_are_expected_too_soon_none_is_submitted() -> None:
+    decision = decided(planned(689, "node1", "node2"))
+    assert (decision.actions, decision.code) == ((), Code.PLANNED)
+    assert "kept for others who are expected soon: node2" in decision.reason
+    assert submitted(decided(planned(691, "node1", "node2")))
+
+
+@pytest.mark.parametrize("more", [{"start_time": NOW - 1}, {"start_time": 0.0}, {"reason": "JobHeldUser"}], ids=["over", "none", "held since"])
+def test_a_plan_that_no_longer_holds_keeps_nothing(more: dict[str, Any]) -> None:
+    assert submitted(decided(replace(planned(1800, "node1", "node2"), **more))) == [(("node2",), 0.0)]
+
+
+def test_our_own_jobs_are_no_others() -> None:
+    mine = ours("scv-0000000000000009", 9, start_time=NOW + 1800, planned=("node2",))
+    waits = OurJob("scv-0000000000000009", 1, 9, 1, True, pinned="node2", since=NOW - 5)
+    assert submitted(decided(mine, jobs=(waits,), wants=2)) == [(("node2",), 0.0)]
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "waited_s", "exchanged"), [(3600, 31, True), (3600, 29, False), (1700, 31, False)], ids=["too long", "just now", "it fits"]
+)
+def test_a_job_of_ours_whose_limit_is_too_long_for_the_kept_node_is_exchanged_for_a_shorter_one(
+    limit_s: float, waited_s: float, exchanged: bool
+) -> None:
+    """A preempted one: it has the limit with which it was submitted, before anybody was expected there."""
+    name = "scv-0000000000000009"
+    mine = ours(name, 9, restart_count=1, reason="Priority", time_limit_s=limit_s)
+    waits = OurJob(name, 1, 9, 1, True, pinned="node2", since=NOW - waited_s)
+    decision = decided(planned(1800, "node1", "node2"), mine, jobs=(waits,))
+    if not exchanged:
+        assert decision.actions == ()
+        return
+    cancelled, fresh = decision.actions
+    assert isinstance(cancelled, CancelPending)
+    assert (cancelled.intent_id, cancelled.code) == (name, Code.FRESH)
+    assert "its limit is 60 min, and node2 is kept for others who are expected in 29" in cancelled.reason
+    assert submitted(decision) == [(("node2",), 1710.0)]
+    assert isinstance(fresh, Submit)
+
+
+def test_one_that_fits_nowhere_else_and_no_more_before_the_plan_keeps_its_place() -> None:
+    mine = ours("scv-0000000000000009", 9, restart_count=1, reason="Priority", time_limit_s=3600.0)
+    waits = OurJob("scv-0000000000000009", 1, 9, 1, True, pinned="node2", since=NOW - 100)
+    assert decided(planned(400, "node1", "node2"), mine, jobs=(waits,)).actions == ()
