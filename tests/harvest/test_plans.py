@@ -44,7 +44,7 @@ def test_where_they_are_expected_too_soon_none_is_submitted() -> None:
     assert submitted(decided(planned(691, "node1", "node2")))
 
 
-@pytest.mark.parametrize("more", [{"start_time": NOW - 1}, {"start_time": 0.0}, {"reason": "JobHeldUser"}], ids=["over", "none", "held since"])
+@pytest.mark.parametrize("more", [{"start_time": NOW - 1}, {"start_time": 0.0}, {"reason": "JobHeldUser"}], ids=["over", "none", "held"])
 def test_a_plan_that_no_longer_holds_keeps_nothing(more: dict[str, Any]) -> None:
     assert submitted(decided(replace(planned(1800, "node1", "node2"), **more))) == [(("node2",), 0.0)]
 
