@@ -5,6 +5,7 @@ The template comes with the model's folder; transformers renders it in its sandb
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,12 @@ class Template:
         if not self._tokenizer.chat_template:
             raise ConfigError(f"data.chat: {folder} has no chat template", "set data.chat = false, or take the model's instruct version")
         self.text("?", "a prompt of one user's turn")
+
+    @property
+    def source(self) -> str:
+        """What is rendered, as it stands: what it renders may hold the day's date."""
+        chat = self._tokenizer.chat_template if self._tokenizer is not None else ""
+        return json.dumps([chat, self._system, self._options], sort_keys=True, default=str)
 
     def text(self, prompt: Prompt, where: str) -> str:
         """Ends where the assistant's turn begins. Raises `ConfigError`, naming `where`, for a conversation without a template or one

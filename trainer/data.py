@@ -69,11 +69,15 @@ class SortStream:
 class FileStream:
     """Rows of a data set, reshuffled each epoch. `held_out` of them, chosen by the seed, are never trained on."""
 
-    def __init__(self, rows: Sequence[Row], seed: int, held_out: int, other: Sequence[Row] = ()) -> None:
-        """`other`: where held-out rows come from instead. Raises `ConfigError` when there are too few rows."""
+    def __init__(self, rows: Sequence[Row], seed: int, held_out: int, other: Sequence[Row] = (), origin: str = "") -> None:
+        """`other`: where held-out rows come from instead. `origin`: digest of what the rows were made from.
+
+        Raises `ConfigError` when there are too few rows.
+        """
         order = shuffled(range(len(rows)), f"split/{seed}")
         self._rows = rows
         self._seed = seed
+        self._origin = origin
         if other:
             chosen = shuffled(range(len(other)), f"split/{seed}")[:held_out]
             if len(chosen) < held_out:
@@ -97,10 +101,7 @@ class FileStream:
         return self._held_out[index]
 
     def digest(self) -> str:
-        hasher = blake3(f"{self._seed}/{len(self._train)}/".encode())
-        for row in self._rows:
-            hasher.update(json.dumps(row, ensure_ascii=False).encode() + b"\n")
-        return hasher.hexdigest(16)
+        return blake3(f"{self._seed}/{len(self._train)}/{self._origin}".encode()).hexdigest(16)
 
 
 class Problems:
@@ -125,24 +126,25 @@ class Problems:
     def _from_files(self, path: Path) -> FileStream:
         config = self._config
         template = Template(config.model.path, config.data)
-        rows = self._fitting(dataset.read(config.data, path), template, path)
-        other = self._fitting(dataset.read(config.data, config.eval.path), template, config.eval.path) if config.eval.path else ()
-        return FileStream(rows, config.data.seed, config.eval.problems, other)
+        items, rows = self._fitting(dataset.read(config.data, path), template, path)
+        _, other = self._fitting(dataset.read(config.data, config.eval.path), template, config.eval.path) if config.eval.path else ((), ())
+        return FileStream(rows, config.data.seed, config.eval.problems, other, origin_of(items, template))
 
-    def _fitting(self, items: Sequence[Item], template: Template, path: Path) -> list[Row]:
+    def _fitting(self, items: Sequence[Item], template: Template, path: Path) -> tuple[Sequence[Item], list[Row]]:
         """Every row as the model sees it; those that leave no room for an answer are reported, all at once."""
         rows = [(template.text(item.prompt, f"{path}, row {item.meta['row']}"), item.meta) for item in items]
         lengths = [len(found.ids) for found in self._tokenizer.encode_batch([text for text, _ in rows], add_special_tokens=False)]
         wrong = [place for place, length in enumerate(lengths) if not 0 < length <= self._room]
         if not wrong:
-            return rows
+            return items, rows
         told = ", ".join(f"row {rows[place][1]['row']} has {lengths[place]}" for place in wrong[:5])
         cause = f"{path}: {len(wrong)} of {len(rows)} prompts do not have 1 to {self._room} tokens: {told}"
         if self._config.data.on_overlong == "stop" or len(wrong) == len(rows):
             raise ConfigError(cause, 'raise model.context_length, lower sampling.max_tokens, or set data.on_overlong = "drop"')
         self._say(f"{cause}; they are left out")
         left_out = set(wrong)
-        return [row for place, row in enumerate(rows) if place not in left_out]
+        kept = [place for place in range(len(rows)) if place not in left_out]
+        return [items[place] for place in kept], [rows[place] for place in kept]
 
     def of_step(self, step: int) -> list[Problem]:
         """The problems of step `step` (counted from 1), where none is replaced."""
@@ -163,6 +165,14 @@ class Problems:
                 "raise model.context_length, lower sampling.max_tokens or leave the problem out",
             )
         return Problem(index, text, tokens, meta)
+
+
+def origin_of(items: Sequence[Item], template: Template) -> str:
+    """Digest of prompts, metadata and template; not of the texts, which differ from day to day where a template writes the date."""
+    hasher = blake3(template.source.encode())
+    for item in items:
+        hasher.update(json.dumps([item.prompt, item.meta], ensure_ascii=False).encode() + b"\n")
+    return hasher.hexdigest(16)
 
 
 def open_tokenizer(folder: Path) -> Tokenizer:

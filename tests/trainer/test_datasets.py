@@ -214,3 +214,18 @@ def test_the_digest_tells_other_training_problems_and_nothing_else(model_folder:
     assert digest != problems_of(config_of(model_folder, path, problems=2, **COLUMNS)).digest
     other = [*ROWS[:-1], ROWS[-1] | {"level": 99}]
     assert digest != problems_of(config_of(model_folder, write(tmp_path / "other.jsonl", other), **COLUMNS)).digest
+    asked = [*ROWS[:-1], ROWS[-1] | {"question": "9999>"}]
+    assert digest != problems_of(config_of(model_folder, write(tmp_path / "asked.jsonl", asked), **COLUMNS)).digest
+    assert digest != problems_of(config_of(model_folder, path, system="1", **COLUMNS)).digest
+
+
+def test_the_digest_is_the_same_on_another_day_where_the_template_writes_the_date(chat_folder: Path, tmp_path: Path) -> None:
+    """Llama's and others' do; a run that is requeued after midnight goes on."""
+    settings = json.loads((chat_folder / "tokenizer_config.json").read_text())
+
+    def digest(template: str) -> str:
+        (chat_folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+        return problems_of(config_of(chat_folder, write(tmp_path / "rows.jsonl", ROWS), chat=True, **COLUMNS)).digest
+
+    dated = "{{ strftime_now('%f') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert digest(dated) == digest(dated) != digest(TEMPLATE)
