@@ -17,7 +17,7 @@ from dataclasses import replace
 from functools import lru_cache
 from operator import attrgetter
 
-from scavenger.cluster.hostlist import expand
+from scavenger.cluster.hostlist import expand, planned
 from scavenger.cluster.model import ClusterInfo, Job, JobSpec, Node, Partition
 from scavenger.cluster.slurm_text import (
     NOTHING,
@@ -186,7 +186,7 @@ def _job(values: Sequence[str]) -> Job:
         cpus=_of_job(job_id, "NumCPUs", some_cpus.partition("-")[0]), priority=_of_job(job_id, "Priority", priority),
         restart_count=_of_job(job_id, "RestartCnt", restarts), submit_time=_time(submitted), eligible_time=_time(eligible),
         start_time=_time(started), end_time=_time(ended), time_limit_s=parse_duration(limit), exit_code=_exit_code(status),
-        planned=() if scheduled in NOTHING else tuple(expand(scheduled)))
+        planned=() if scheduled in NOTHING else planned(scheduled))
 
 
 def _of_job(job_id: int, field: str, text: str) -> int:

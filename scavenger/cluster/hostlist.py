@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 from scavenger.errors import ClusterUnavailable
 
 _LIMIT = 100_000
+
+
+@lru_cache(256)
+def planned(text: str) -> tuple[str, ...]:
+    """`expand`, remembered: all waiting tasks of an array show the same nodes, and most plans are those of the look before."""
+    return tuple(expand(text))
 
 
 def expand(text: str) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from scavenger.cluster import slurm_text
-from scavenger.cluster.hostlist import expand
+from scavenger.cluster.hostlist import expand, planned
 from scavenger.cluster.model import Job, Node
 from scavenger.cluster.pyslurm_wire import JobRow, NodeRow
 from scavenger.errors import ClusterUnavailable
@@ -49,5 +49,5 @@ def _job(row: JobRow) -> Job:
         cpus=row.cpus, priority=row.priority, restart_count=row.restarts, submit_time=float(row.submit_time),
         eligible_time=float(row.eligible_time), start_time=float(row.start_time), end_time=float(row.end_time),
         time_limit_s=slurm_text.parse_duration(row.time_limit), exit_code=128 + row.exit_signal if row.exit_signal else row.exit_code,
-        planned=tuple(expand(row.sched_nodes)) if row.sched_nodes else (),
+        planned=planned(row.sched_nodes) if row.sched_nodes else (),
     )  # fmt: skip

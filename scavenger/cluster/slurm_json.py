@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from scavenger.cluster.hostlist import expand
+from scavenger.cluster.hostlist import expand, planned
 from scavenger.cluster.model import Job, Node
 from scavenger.cluster.slurm_text import (
     INFINITE_S,
@@ -58,7 +58,7 @@ def _job(row: Mapping[str, Any]) -> Job:
     n_nodes = int(_number(row, "node_count"))
     asked = Asked(*(_text(row, key) for key in ("tres_alloc_str", "tres_per_job", "tres_per_node", "tres_per_task", "tres_per_socket")))
     by_node = _detail(row, nodes)
-    planned = _text(row, "scheduled_nodes") if "scheduled_nodes" in row else ""  # 22.05 has no such field
+    expected = _text(row, "scheduled_nodes") if "scheduled_nodes" in row else ""  # 22.05 has no such field
     gpus = sum(count for _, count in by_node) or job_gpus(asked, n_nodes, int(_number(row, "tasks")))
     return Job(
         job_id=int(_number(row, "job_id")), user=_text(row, "user_name"), partition=_text(row, "partition"), state=state, flags=flags,
@@ -67,7 +67,7 @@ def _job(row: Mapping[str, Any]) -> Job:
         cpus=int(_number(row, "cpus")), priority=int(_number(row, "priority")), restart_count=int(_number(row, "restart_cnt")),
         submit_time=_number(row, "submit_time"), eligible_time=_number(row, "eligible_time"), start_time=_number(row, "start_time"),
         end_time=_end_time(row), time_limit_s=_limit_s(row), exit_code=_exit_code(row),
-        planned=tuple(expand(planned)) if planned else (),
+        planned=planned(expected) if expected else (),
     )  # fmt: skip
 
 

@@ -161,6 +161,7 @@ def census(view: ClusterView, our_job_ids: frozenset[int], limits: Limits, now: 
     found = Census()
     pending: list[Job] = []
     user, partition = limits.user, limits.partition
+    plan: tuple[Sequence[str], float] = ((), 0.0)
     for job in view.jobs:
         mine = job.job_id in our_job_ids
         if mine:
@@ -168,7 +169,9 @@ def census(view: ClusterView, our_job_ids: frozenset[int], limits: Limits, now: 
         if job.state is _PENDING and (not job.flags or job.waits):
             if not mine:
                 pending.append(job)
-                if job.planned and job.start_time > now and not job.reason.startswith(NOT_FOR_GPUS):  # else the plan is an old one
+                shown = (job.planned, job.start_time)
+                if job.planned and shown != plan and job.start_time > now and not job.reason.startswith(NOT_FOR_GPUS):  # else an old one
+                    plan = shown  # all waiting tasks of an array show it
                     for node in job.planned:
                         found.plans[node] = min(found.plans.get(node, job.start_time), job.start_time)
         elif job.state is _RUNNING and not (mine or job.flags):
