@@ -26,6 +26,9 @@ from scavenger.router.machine import Demand
 
 #: A job that waits this many times `fresh_after_s` for a node that looks free is held back by what we do not see.
 STUCK = 4.0
+#: What replaces one that was too long for its node ends so many times earlier as that one waited: backfill may take that long to test it,
+#: and may count in longer steps (bf_resolution). Each exchange thus waits longer than the one before, until Slurm starts one.
+EARLIER = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,7 @@ class Move:
     why: str
     anyway: bool = False
     ready: bool = False  # nothing but room is waited for: it could start elsewhere as it is
+    spare_s: float = 0.0  # what replaces it ends so long before others are expected, as far as it is worth a start then
 
 
 def not_worth(
@@ -95,7 +99,7 @@ def wait_or_move(
                 found.append(Move(job, f"it has waited for {pinned} for {now - job.since:.0f} s", ready=True))
             continue
         if movable and begins_s <= 0 and now - job.since >= limits.fresh_after_s and (late := _too_long(listed, pinned, room, now)):
-            found.append(Move(job, late))
+            found.append(Move(job, late, spare_s=EARLIER * (now - job.since)))
             continue
         room.keep(pinned, job.gpus)
         if limits.pin and movable and begins_s <= 0 and now - job.since >= STUCK * limits.fresh_after_s:

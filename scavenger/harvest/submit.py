@@ -103,7 +103,7 @@ def _move(by_run: Mapping[int, Demand], moving: Sequence[Move], drafts: _Drafts,
         why, code = (move.why, Code.SETTLING) if move.anyway else (f"{move.why}, and a fresh one can start now", Code.FRESH)
         actions.append(CancelPending(move.job.intent_id, why, code))
         if place is not None:
-            actions.append(drafts.submit(want, place, now))
+            actions.append(drafts.submit(want, place, now, move.spare_s))
     return actions
 
 
@@ -152,7 +152,8 @@ class _Drafts:
         self._gpus = sum(job.gpus for job in ours)
         self._user_gpus = user_gpus + sum(job.gpus for job in ours if not job.job_id)
         part = view.partition(limits.partition)
-        shut = {node for node, _ in limits.quarantined} | {*room.booked, *room.expected, *room.full}
+        # Not where others are expected: such plans move, and a job keeps its list for as long as it waits.
+        shut = {node for node, _ in limits.quarantined} | {*room.booked, *room.full}
         self._exclude = tuple(sorted(shut & part.nodes)) if part is not None else ()
 
     def stopped(self, want: Demand, instead_of: OurJob | None = None) -> tuple[Code, str] | None:
@@ -215,7 +216,8 @@ class _Drafts:
         self._engines, self._pending = self._engines + jobs, self._pending + jobs
         self._gpus, self._user_gpus = self._gpus + gpus, self._user_gpus + gpus
 
-    def submit(self, want: Demand, place: Place, now: float) -> Submit:
+    def submit(self, want: Demand, place: Place, now: float, spare_s: float = 0.0) -> Submit:
+        """A fresh job. `spare_s`: how much earlier it ends than it must: by a quarter at most, and not below the least life."""
         limits, gpus = self.limits, want.gpus_per_engine
         self._count(1, gpus)
         why = f"run {want.run}: {want.reason}; {self._room.explain()}"
@@ -224,6 +226,8 @@ class _Drafts:
         if limits.pin:
             why = f"{why}; {place.node} has the smallest gap that fits"
             most_s = place.until - now - limits.drain_before_s if place.until < float("inf") else 0.0
+            least_s = min(most_s, limits.min_life_s - limits.drain_before_s)
+            most_s = max(most_s - min(spare_s, most_s / 4), least_s)
         return Submit(
             want.run_id, want.run, limits.partition, gpus, why, nodelist=(place.node,) if limits.pin else (),
             exclude=() if limits.pin else self._exclude, engine=want.engine, cpus=place.cpus, memory_mb=place.memory_mb, most_s=most_s,

@@ -73,7 +73,7 @@ def test_a_job_of_ours_whose_limit_is_too_long_for_the_kept_node_is_exchanged_fo
     assert isinstance(cancelled, CancelPending)
     assert (cancelled.intent_id, cancelled.code) == (name, Code.FRESH)
     assert "its limit is 60 min, and node2 is kept for others who are expected in 29" in cancelled.reason
-    assert submitted(decision) == [(("node2",), 1710.0)]
+    assert submitted(decision) == [(("node2",), 1710.0 - 2 * waited_s)]
     assert isinstance(fresh, Submit)
 
 
@@ -81,3 +81,60 @@ def test_one_that_fits_nowhere_else_and_no_more_before_the_plan_keeps_its_place(
     mine = ours("scv-0000000000000009", 9, restart_count=1, reason="Priority", time_limit_s=3600.0)
     waits = OurJob("scv-0000000000000009", 1, 9, 1, True, pinned="node2", since=NOW - 100)
     assert decided(planned(400, "node1", "node2"), mine, jobs=(waits,)).actions == ()
+
+
+def test_what_replaces_one_that_slurm_did_not_start_in_time_leaves_it_more_time() -> None:
+    """Backfill tests a job minutes after it was submitted, or counts in longer steps than a minute (bf_resolution)."""
+    name = "scv-0000000000000009"
+    mine = ours(name, 9, reason="Priority", time_limit_s=1740.0)
+
+    def limit_after(waited_s: float, in_s: float) -> list[tuple[tuple[str, ...], float]]:
+        waits = OurJob(name, 1, 9, 1, True, pinned="node2", since=NOW - waited_s)
+        return submitted(decided(planned(in_s, "node1", "node2"), mine, jobs=(waits,)))
+
+    assert limit_after(60, 1790) == [(("node2",), 1700 - 120)]
+    assert limit_after(900, 1790) == [(("node2",), 1700 * 0.75)], "it waited for others to leave, maybe"
+    assert limit_after(900, 700) == [(("node2",), 600)], "not less than it is worth a start for"
+
+
+@pytest.mark.parametrize(("every_s", "takes_s", "step_s"), [(30, 5, 60), (60, 30, 60), (120, 60, 60), (300, 240, 60), (30, 5, 600)])
+def test_an_engine_starts_before_the_others_however_slow_backfill_is(every_s: int, takes_s: int, step_s: int) -> None:
+    """It tests a job `takes_s` after it listed the queue, and holds a plan to begin at a whole `step_s`."""
+    for phase in range(0, 600, 97):
+        began = 1_000_000 + phase
+        plan = began + 3000
+        waits: dict[str, tuple[int, float]] = {}  # since, limit
+        listed: set[str] = set()
+        exchanged = 0
+        for at in range(began, plan):
+            if (at - began) % every_s == 10 % every_s:
+                listed = set(waits)
+            if (at - began - takes_s) % every_s == 10 % every_s and any(
+                at + waits[name][1] < plan // step_s * step_s for name in listed & waits.keys()
+            ):
+                break
+            if (at - began) % 10:
+                continue
+            large = job(7, gpus=8, n_nodes=2, start_time=plan, planned=("node1", "node2"), priority=9)
+            queue = [ours(name, int(name[4:]), reason="Priority", time_limit_s=limit_s) for name, (_, limit_s) in waits.items()]
+            jobs = [OurJob(name, 1, int(name[4:]), 1, True, pinned="node2", since=since) for name, (since, _) in waits.items()]
+            decision = decide(view(at, (large, *queue), NODES), [Demand(1, "r", 1, 1, "useful")], jobs, LIMITS, at)
+            for action in decision.actions:
+                if isinstance(action, CancelPending):
+                    del waits[action.intent_id]
+                    exchanged += 1
+                elif isinstance(action, Submit):
+                    waits[f"scv-{at:016d}"] = (at, min(3600.0, action.most_s // 60 * 60))
+        else:
+            pytest.fail(f"it never started, and was exchanged {exchanged} times")
+        assert exchanged <= 3
+
+
+def test_a_job_for_whichever_node_may_still_go_where_others_are_expected_now() -> None:
+    """It waits with the nodes that it was submitted without, and plans move."""
+    idle = (node("node1", 2), node("node2"), node("node3", 4))
+    decision = decide(
+        view(NOW, (planned(400, "node2", "node3"),), idle), [Demand(1, "r", 1, 1, "useful")], (), replace(LIMITS, pin=False), NOW
+    )
+    [fresh] = [one for one in decision.actions if isinstance(one, Submit)]
+    assert (fresh.nodelist, fresh.exclude) == ((), ())
