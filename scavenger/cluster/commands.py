@@ -244,9 +244,16 @@ def parse_info(stdout: str, *, user: str, backend: str = "slurm") -> ClusterInfo
         return ClusterInfo(
             name=row["ClusterName"], backend=backend, version=row["SLURM_VERSION"], preempt_type=row["PreemptType"],
             kill_wait_s=_seconds(row["KillWait"]), message_timeout_s=_seconds(row["MessageTimeout"]), user=user,
+            plan_step_s=_plan_step_s(row.get("SchedulerParameters", "")),
             private=frozenset(row.get("PrivateData", "none").split(",")) - {"none"})
     except KeyError as error:
         raise ClusterUnavailable(f"scontrol show config has no {error}") from error
+
+
+def _plan_step_s(text: str) -> float:
+    found = re.search(r"\bbf_resolution=(\d+)", text, re.I)
+    step_s = int(found[1]) if found is not None else 0
+    return float(step_s) if 1 <= step_s <= 3600 else 60.0  # anything else Slurm does not take either
 
 
 def _integer(what: str, text: str) -> int:

@@ -164,6 +164,7 @@ class ClusterInfo:
     message_timeout_s: float
     user: str
     switches: tuple[tuple[str, str], ...] = ()  # (node, its switch or block); none where no topology is known
+    plan_step_s: float = 60.0  # bf_resolution: backfill lets a plan begin at a whole one of these
     private: frozenset[str] = frozenset()  # PrivateData: what ordinary users may not see of others ("jobs", "nodes", ...)
 
     @property

@@ -126,6 +126,7 @@ class Limits:
     by_qos: bool = False  # Slurm preempts by QOS: tiers do not tell who may preempt us
     drain_before_s: float = 0.0  # an engine leaves so long before its time limit or a reservation
     min_life_s: float = 0.0  # no engine is started where a reservation, or others whom backfill plans, begin sooner
+    plan_step_s: float = 60.0  # backfill lets a start that it plans begin at a whole one of these
     fresh_after_s: float = float("inf")  # a job of ours that waits longer than this is submitted anew where it could start now
     pin: bool = False  # each job is submitted for one node
     spares: int = 0  # jobs that wait for us to say where they begin

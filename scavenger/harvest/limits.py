@@ -59,6 +59,7 @@ def limits_of(
     preempted_last_hour: int = 0,
     could_start_since: tuple[tuple[int, float], ...] = (),
     by_qos: bool = False,
+    plan_step_s: float = 60.0,
 ) -> Limits:
     """What the configuration and the nodes' health allow now. `restricted`: only named users may use the harvest partition."""
     not_before, why = health.backoff()
@@ -67,6 +68,7 @@ def limits_of(
         leave_s=leave_s,
         could_start_since=could_start_since,
         by_qos=by_qos,
+        plan_step_s=plan_step_s,
         user=user,
         stop=stop.reason if stop is not None else "",
         stop_now=stop is not None and stop.at_once,

@@ -16,7 +16,7 @@ from scavenger.cluster.model import ClusterView, Job, Node, Partition
 from scavenger.harvest.actions import Limits, OurJob
 from scavenger.harvest.others import NOT_FOR_GPUS, Census, Ground, Space, census, claim, gpus_by_node, space_of
 
-#: Backfill counts in steps of this (its bf_resolution by default), and a job that ends within the same one does not fit before a plan.
+#: A job that ends within the minute before a plan does not fit: backfill counts in steps of one, or longer ones (`Limits.plan_step_s`).
 PLAN_STEP_S = 60.0
 #: Less memory than this for each GPU is no figure of a node: its RealMemory is not configured.
 NO_MEMORY_MB = 64
@@ -194,7 +194,7 @@ def room_of(view: ClusterView, counted: Census, ground: Ground, limits: Limits, 
     reserved = begins(view, now)
     until = dict(reserved)
     for name, at in counted.plans.items():
-        until[name] = min(until.get(name, float("inf")), at - PLAN_STEP_S)
+        until[name] = min(until.get(name, float("inf")), at - PLAN_STEP_S, at // limits.plan_step_s * limits.plan_step_s)
     quarantined = {name for name, _ in limits.quarantined} & inside
     soon = {name for name, at in until.items() if name in inside and at < now + limits.min_life_s}
     booked = {name for name in soon if reserved.get(name, float("inf")) < now + limits.min_life_s}

@@ -137,7 +137,7 @@ class Standing:
         limits = limits_of(
             config, tracker.health, leave_s, now, user=info.user, stop=self.decided_on, hidden=self.hidden,
             restricted=part is not None and part.restricted, preempted_last_hour=tracker.preempted_since(now - HOUR_S),
-            could_start_since=tuple(self._could_start.items()), by_qos=info.preempts_by == "qos",
+            could_start_since=tuple(self._could_start.items()), by_qos=info.preempts_by == "qos", plan_step_s=info.plan_step_s,
         )  # fmt: skip
         self.blind = limits.blind
         return limits

@@ -231,3 +231,12 @@ def test_the_submitted_id_is_read_or_refused() -> None:
     for bad in ("", "Submitted batch job 123\n", "12 3\n"):
         with pytest.raises(ClusterUnavailable):
             commands.parse_submitted(bad)
+
+
+@pytest.mark.parametrize(
+    ("text", "step_s"),
+    [("", 60), ("(null)", 60), ("defer,bf_interval=5", 60), ("bf_interval=5,bf_resolution=600", 600), ("bf_resolution=0", 60)],
+)
+def test_the_steps_in_which_backfill_counts_are_read(text: str, step_s: float) -> None:
+    stdout = f"{CONFIG}SchedulerParameters     = {text}\n"
+    assert commands.parse_info(stdout, user="u").plan_step_s == step_s

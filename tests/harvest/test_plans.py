@@ -138,3 +138,9 @@ def test_a_job_for_whichever_node_may_still_go_where_others_are_expected_now() -
     )
     [fresh] = [one for one in decision.actions if isinstance(one, Submit)]
     assert (fresh.nodelist, fresh.exclude) == ((), ())
+
+
+def test_where_backfill_counts_in_long_steps_an_engine_ends_before_the_step_in_which_others_are_expected() -> None:
+    """Measured with 22.05 and bf_resolution=1200: one that ends within that step is not started."""
+    assert submitted(decided(planned(3500, "node1", "node2"), plan_step_s=1200.0)) == [(("node2",), 13_200 - NOW - 30)]
+    assert submitted(decided(planned(3100, "node1", "node2"), plan_step_s=1200.0)) == [(("node2",), 12_000 - NOW - 30)]
