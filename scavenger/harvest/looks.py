@@ -19,6 +19,7 @@ from scavenger.config import DaemonConfig
 from scavenger.errors import ConfigError
 from scavenger.harvest import preflight
 from scavenger.harvest.pace import Look
+from scavenger.harvest.plans import Plans
 from scavenger.harvest.thread import OneThread
 from scavenger.ledger import records as rec
 
@@ -47,6 +48,7 @@ class Looks:
         self.view: ClusterView | None = None  # the last complete observation
         self.info: ClusterInfo | None = None  # None: Slurm never answered
         self._info_at = -math.inf
+        self._plans = Plans()
         self.refused = ""  # why the partition may no longer be harvested
 
     @property
@@ -56,7 +58,8 @@ class Looks:
     async def observe(self, look: Look, failed: bool) -> tuple[ClusterView, Look]:
         """What was seen, and by which look. `failed`: the last one did. Raises `ClusterError`, and the first one `ConfigError` when the
         partition may not be harvested."""
-        self.view, look = await self._observe(look, failed)
+        view, look = await self._observe(look, failed)
+        self.view = replace(view, jobs=self._plans.complete(view.jobs, self._clock()))
         return self.view, look
 
     async def _observe(self, look: Look, failed: bool) -> tuple[ClusterView, Look]:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from scavenger.cluster.model import Job
+from scavenger.cluster.model import Job, JobState
+from scavenger.harvest.plans import KEPT_S, Plans
 from scavenger.harvest.policy import CancelPending, Code, Decision, Limits, OurJob, Submit, decide
 from scavenger.router.machine import Demand
 from tests.harvest.views import job, node, ours, view
@@ -144,3 +145,26 @@ def test_where_backfill_counts_in_long_steps_an_engine_ends_before_the_step_in_w
     """Measured with 22.05 and bf_resolution=1200: one that ends within that step is not started."""
     assert submitted(decided(planned(3500, "node1", "node2"), plan_step_s=1200.0)) == [(("node2",), 13_200 - NOW - 30)]
     assert submitted(decided(planned(3100, "node1", "node2"), plan_step_s=1200.0)) == [(("node2",), 12_000 - NOW - 30)]
+
+
+def test_a_plan_that_backfill_is_making_anew_still_holds() -> None:
+    plans, whole = Plans(), planned(1800, "node1", "node2")
+    cleared = replace(whole, planned=(), start_time=0.0)
+    assert plans.complete([cleared], NOW) == (cleared,), "none was seen yet"
+    assert plans.complete([whole], NOW) == (whole,)
+    assert plans.complete([cleared], NOW + 60) == (whole,)
+    assert plans.complete([cleared], NOW + KEPT_S) == (whole,), "since it was seen, not since it was asked for"
+    assert plans.complete([cleared], NOW + KEPT_S + 1) == (cleared,)
+    later = replace(whole, start_time=NOW + 4000)
+    assert plans.complete([later], NOW + 400) == (later,), "what Slurm says now counts"
+
+
+def test_a_plan_ends_with_its_hour_and_with_its_job() -> None:
+    plans, whole = Plans(), planned(100, "node1", "node2")
+    cleared = replace(whole, planned=(), start_time=0.0)
+    plans.complete([whole], NOW)
+    assert plans.complete([cleared], NOW + 101) == (cleared,), "it should have begun"
+    plans.complete([whole], NOW)
+    running = replace(cleared, state=JobState.RUNNING)
+    assert plans.complete([running], NOW + 1) == (running,)
+    assert plans.complete([cleared], NOW + 2) == (cleared,), "it was put back: another life"
