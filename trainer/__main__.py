@@ -202,7 +202,7 @@ def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> int:
 def _runner(reward: RewardSection) -> RewardRunner:
     return RewardRunner(
         reward.function, timeout_s=reward.timeout_s, retries=reward.retries, version=reward.version, options=reward.options,
-        memory_gb=reward.memory_gb,
+        memory_gb=reward.memory_gb, start_timeout_s=reward.start_timeout_s,
     )  # fmt: skip
 
 

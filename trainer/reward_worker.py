@@ -25,8 +25,11 @@ from typing import Any, BinaryIO
 import msgspec
 from blake3 import blake3
 
+from scavenger.errors import ConfigError
 from trainer.reserved import die_with_parent
 from trainer.rewards import Answer, Ask, framed, read_frame
+
+Function = Callable[[str, str, dict[str, Any]], float]
 
 
 def _write(out: BinaryIO, answer: Answer) -> None:
@@ -34,26 +37,31 @@ def _write(out: BinaryIO, answer: Answer) -> None:
     out.flush()
 
 
-def _version(name: str) -> str:
-    """The function's name and a hash of the file of its module, as far as there is one."""
+def _version(name: str, more: str) -> str:
+    """The function's name, a hash of the file of its module, as far as there is one, and one of `more`, if there is any."""
     path = getattr(sys.modules[name.partition(":")[0]], "__file__", None)
-    return f"{name}@{blake3(Path(path).read_bytes()).hexdigest()[:16]}" if path else name
+    named = f"{name}@{blake3(Path(path).read_bytes()).hexdigest()[:16]}" if path else name
+    return f"{named}+{blake3(more.encode()).hexdigest()[:8]}" if more else named
 
 
-def _load(name: str, options: dict[str, Any]) -> tuple[Callable[[str, str, dict[str, Any]], float], bool]:
-    """The function, ready to be called, and whether its deadline says that an answer is wrong (`verifiers.late_is_wrong`)."""
+def _load(name: str, given: str) -> tuple[Function, str, bool]:
+    """The function, ready to be called, its version, and whether its deadline says that an answer is wrong (`verifiers.late_is_wrong`).
+
+    `given`: its options, as JSON.
+    """
+    options = json.loads(given)
     module, _, attribute = name.partition(":")
     function = getattr(importlib.import_module(module), attribute)
     if not callable(function):
         raise TypeError(f"{name} is not callable")
     inspect.signature(function).bind("", "", {}, **options)  # an option that it does not have is told before the run starts
-    late_is_wrong = getattr(function, "late_is_wrong", False) is True
-    if late_is_wrong:
-        function.prepare()  # what only the first call does must not make it late
-    return functools.partial(function, **options), late_is_wrong
+    prepare = getattr(function, "prepare_rewards", None)
+    follows = prepare(**options) if prepare else ""  # what only the first call does must not make it late
+    version = _version(name, (given if options else "") + follows)
+    return functools.partial(function, **options), version, getattr(function, "late_is_wrong", False) is True
 
 
-def _score(function: Callable[[str, str, dict[str, Any]], float], ask: Ask) -> Answer:
+def _score(function: Function, ask: Ask) -> Answer:
     try:
         reward = float(function(ask.prompt, ask.answer, json.loads(ask.meta)))
     except Exception as error:  # noqa: BLE001  a user's function may raise anything; the runner retries, then stops or masks
@@ -84,9 +92,10 @@ def main(argv: list[str]) -> int:
     os.close(nothing)
     os.dup2(2, 1)
     try:
-        options = json.loads(argv[3])
-        function, late_is_wrong = _load(argv[1], options)
-        version = _version(argv[1]) + (f"+{blake3(argv[3].encode()).hexdigest()[:8]}" if options else "")
+        function, version, late_is_wrong = _load(argv[1], argv[3])
+    except ConfigError as error:
+        _write(out, Answer(error=error.cause, said=error.quoted, remedy=error.remedy))
+        return 1
     except Exception as error:  # noqa: BLE001  importing a user's module may raise anything; the runner reports it
         _write(out, _failed(error))
         return 1

@@ -27,7 +27,7 @@ import msgspec
 from scavenger.errors import ConfigError, LateAnswer, RewardError
 
 _LENGTH = struct.Struct("<I")
-START_DEADLINE_S = 60.0
+START_TIMEOUT_S = 120.0
 MEMORY_GB = 4.0
 ENDING_S = 5.0  # what a process that closed its pipes has to end by itself
 
@@ -56,12 +56,13 @@ class Ask(msgspec.Struct, frozen=True):
 class Answer(msgspec.Struct, frozen=True):
     """Either `reward` or `error` is set. `said`: an exception's words. `version`: the function's, in the first answer of a process.
 
-    So is `late_is_wrong`: whether this function's deadline says that an answer is wrong.
+    So are `late_is_wrong`: whether this function's deadline says that an answer is wrong, and `remedy`, of an error.
     """
 
     reward: float | None = None
     error: str | None = None
     said: str = ""
+    remedy: str = ""
     version: str = ""
     late_is_wrong: bool = False
 
@@ -74,7 +75,7 @@ class RewardRunner:
 
     Its further keyword arguments are `options`. `version` names what gives the rewards; unless the user named it, it is the function's
     name and a hash of its module's file, and one of the options. `memory_gb`: what a call may take beyond what the process has once the
-    function is imported; 0 = no bound.
+    function is imported; 0 = no bound. `start_timeout_s`: what importing and preparing it may take.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class RewardRunner:
         version: str = "",
         options: Mapping[str, Any] | None = None,
         memory_gb: float = MEMORY_GB,
+        start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
         if function.count(":") != 1:
             raise ConfigError(f"reward.function = {function!r} is not a function's name", 'write "module:function"')
@@ -94,6 +96,7 @@ class RewardRunner:
         self._named = version
         self.version = version
         self._timeout_s = timeout_s
+        self._start_timeout_s = start_timeout_s
         self._retries = retries
         self._late_is_wrong = False
         self._process: subprocess.Popen[bytes] | None = None
@@ -142,8 +145,12 @@ class RewardRunner:
             assert process.stdin is not None
             os.set_blocking(process.stdin.fileno(), False)
             try:
-                ready = self._receive(START_DEADLINE_S, time.monotonic() + START_DEADLINE_S)
+                ready = self._receive(self._start_timeout_s, time.monotonic() + self._start_timeout_s)
                 break
+            except LateAnswer as error:
+                self.close()
+                cause = f"reward.function = {self._function!r} was not ready within {self._start_timeout_s:g} s"
+                raise ConfigError(cause, "raise reward.start_timeout_s, if it has so much to load") from error
             except RewardError as error:
                 killed = (process.returncode or 0) < 0
                 self.close()
@@ -151,7 +158,7 @@ class RewardRunner:
                     raise ConfigError(f"reward.function = {self._function!r}: {error.cause}", quoted=error.quoted) from error
         if ready.error is not None:
             self.close()
-            remedy = "the trainer's Python must be able to import it"
+            remedy = ready.remedy or "the trainer's Python must be able to import it"
             raise ConfigError(f"reward.function = {self._function!r}: {ready.error}", remedy, quoted=ready.said)
         self.version = self._named or ready.version
         self._late_is_wrong = ready.late_is_wrong

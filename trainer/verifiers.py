@@ -18,12 +18,29 @@ FINAL = "####"
 _F = TypeVar("_F", bound=Callable[..., float])
 
 
+def prepared(prepare: Callable[..., str]) -> Callable[[_F], _F]:
+    """Declares what is called once, with the function's options, before the first deadline.
+
+    It returns what the rewards follow from beside the function's own file: that becomes part of their version.
+    """
+
+    def declare(function: _F) -> _F:
+        function.__dict__.update(prepare_rewards=prepare)
+        return function
+
+    return declare
+
+
 def late_is_wrong(prepare: Callable[[], object]) -> Callable[[_F], _F]:
     """Declares that an answer which cannot be judged within the deadline is wrong. `prepare` is called once before the first deadline."""
 
+    def called(**options: object) -> str:
+        prepare()
+        return ""
+
     def declare(function: _F) -> _F:
-        function.__dict__.update(late_is_wrong=True, prepare=prepare)
-        return function
+        function.__dict__.update(late_is_wrong=True)
+        return prepared(called)(function)
 
     return declare
 

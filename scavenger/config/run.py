@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, JsonValue, model_validator
 
 from scavenger.config.section import Fraction, Name, NonNegative, Positive, Seconds, Section, Share
 from scavenger.wire.common import MAX_GROUP_SAMPLES
@@ -119,8 +119,9 @@ class EngineSection(Section):
 class RewardSection(Section):
     function: str = "trainer.tasks.sort:reward"  # "module:function"
     version: Annotated[str, Field(max_length=256)] = ""  # recorded with each reward; empty = the name and a hash of the module's file
-    options: dict[str, bool | int | float | str] = {}  # keyword arguments of the function
+    options: dict[str, JsonValue] = {}  # keyword arguments of the function
     timeout_s: Seconds = 10.0
+    start_timeout_s: Seconds = 120.0  # for importing it, and for loading what it prepares
     memory_gb: Annotated[float, Field(ge=0)] = 4.0  # beyond what the function's process has once it is imported; 0 = unbounded
     retries: NonNegative = 2
     on_reward_error: Literal["stop", "mask"] = "stop"

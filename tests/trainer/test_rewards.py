@@ -46,6 +46,12 @@ def dies(prompt, answer, meta):
     os._exit(9)
 def nan(prompt, answer, meta):
     return float("nan")
+def prepares(prompt, answer, meta, *, level):
+    return level
+prepares.prepare_rewards = lambda *, level: open("level").read()
+def never_ready(prompt, answer, meta):
+    return 0.0
+never_ready.prepare_rewards = lambda: time.sleep(60)
 def flaky(prompt, answer, meta):
     seen = os.path.exists(meta["mark"])
     open(meta["mark"], "w").close()
@@ -169,6 +175,29 @@ def test_a_call_that_wants_more_memory_than_it_may_have_fails_and_the_next_works
 def test_a_failure_is_retried(tmp_path: Path) -> None:
     with runner("flaky") as rewards:
         assert rewards.score("a", "b", {"mark": str(tmp_path / "seen")}) == 0.5
+
+
+@pytest.mark.usefixtures("functions")
+def test_what_a_function_prepares_with_its_options_is_part_of_the_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def version() -> str:
+        with runner("prepares", options={"level": 0.5}) as rewards:
+            assert rewards.score("", "", {}) == 0.5
+            return rewards.version
+
+    (tmp_path / "level").write_text("a rubric")
+    first = version()
+    assert version() == first
+    (tmp_path / "level").write_text("another rubric")
+    assert version() != first
+
+
+@pytest.mark.usefixtures("functions")
+def test_a_function_that_is_not_ready_in_time_is_a_configuration_error_that_names_the_key() -> None:
+    wanted = r"judged:never_ready' was not ready within 1 s\n.*reward\.start_timeout_s"
+    with pytest.raises(ConfigError, match=wanted), runner("never_ready", start_timeout_s=1.0):
+        pass
 
 
 @pytest.mark.parametrize("name", ["nowhere:f", "judged:missing", "no-colon"])

@@ -172,8 +172,9 @@ def _reward(config: RunConfig, seen: _Seen) -> str:
     reward, found = config.reward, []
     assert seen.tokenizer is not None
     with RewardRunner(
-        reward.function, timeout_s=reward.timeout_s, retries=0, version=reward.version, options=reward.options, memory_gb=reward.memory_gb
-    ) as runner:
+        reward.function, timeout_s=reward.timeout_s, retries=0, version=reward.version, options=reward.options,
+        memory_gb=reward.memory_gb, start_timeout_s=reward.start_timeout_s,
+    ) as runner:  # fmt: skip
         for problem in seen.problems[:PROBES]:
             prompt = seen.tokenizer.decode(list(problem.tokens), skip_special_tokens=True)
             for answer in (str(problem.meta.get("answer", "")), "", "no"):

@@ -6,6 +6,7 @@ Owns the choices that a first run gets. Every key's meaning and the rest of them
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,9 @@ MICRO_TOKENS = 16384
 LARGE = 1_000_000_000
 STEPS, PROMPTS_PER_STEP, SAMPLES_PER_PROMPT, LEARNING_RATE = 300, 64, 8, "1e-6"
 DAYS = 2
+ENVIRONMENTS = "trainer.environments:reward"
+#: A TOML key that needs no quotes.
+BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +111,16 @@ def assumed(model: ModelFacts, data: DataFacts, wish: Wish, said: frozenset[str]
 def _s(value: object) -> str:
     """A TOML string."""
     return json.dumps(str(value), ensure_ascii=False)
+
+
+def _inline(value: object) -> str:
+    """What JSON holds, in one line of TOML, which has no null: such a key is left out."""
+    if isinstance(value, dict):
+        pairs = [(key if BARE.fullmatch(key) else _s(key), each) for key, each in value.items() if each is not None]
+        return "{ " + ", ".join(f"{key} = {_inline(each)}" for key, each in pairs) + " }" if pairs else "{}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_inline, value))}]"
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _head(model: ModelFacts, data: DataFacts, wish: Wish) -> str:
@@ -197,19 +211,24 @@ max_batch = 64                      # samples that one engine generates at once
 
 def _verifier(data: DataFacts) -> str:
     """Of answers like these, where no function of the user's is named."""
+    if data.environment:
+        return ENVIRONMENTS
     return "trainer.verifiers:math" if data.mathematics else "trainer.verifiers:exact"
 
 
 def _reward(data: DataFacts, wish: Wish) -> str:
     if wish.reward:
         chosen, why = wish.reward, "f(prompt: str, answer: str, meta: dict) -> float, in a module beside this file or installed"
+    elif data.environment:
+        chosen, why = _verifier(data), "the rubric of the environment that made the rows; or your own"
     elif data.mathematics:
         chosen, why = _verifier(data), f"1 where the answer equals `{data.answer_field}`; or your own module:function"
     else:
         chosen, why = _verifier(data), f"1 where the answer is `{data.answer_field}` by the letter; or your own"
+    options = f"options = {_inline(data.environment)}\n" if chosen == ENVIRONMENTS else ""
     return f"""[reward]
 function = {_s(chosen)}    # {why}
-timeout_s = 10.0
+{options}timeout_s = 10.0
 retries = 1
 on_reward_error = "stop"            # or "mask": answers that cannot be judged are left out, and counted
 """

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from scavenger.errors import ConfigError
-from trainer import dataset
+from trainer import dataset, environments
 
 #: In the order of preference.
 PROMPTS = ("prompt", "question", "problem", "instruction", "query", "input", "messages", "conversations")
@@ -27,7 +27,10 @@ MATHEMATICS = re.compile(r"####|\\boxed|\\frac|\$|^\s*[-+]?[\d,]+(?:\.\d+)?(?:/\
 
 @dataclass(frozen=True, slots=True)
 class DataFacts:
-    """`path` and `held_out`: what data.path and eval.path should say. `rows`: the first ones. `problems`: for eval.problems."""
+    """`path` and `held_out`: what data.path and eval.path should say. `rows`: the first ones. `problems`: for eval.problems.
+
+    `environment`: the options of the reward of rows that `trainer.environments` wrote; else empty.
+    """
 
     task: Literal["jsonl", "parquet"]
     path: str
@@ -39,6 +42,7 @@ class DataFacts:
     mathematics: bool
     rows: tuple[dict[str, Any], ...]
     problems: int
+    environment: dict[str, Any]
 
 
 def look(path: Path, prompt_field: str = "", answer_field: str = "") -> DataFacts:
@@ -55,13 +59,22 @@ def look(path: Path, prompt_field: str = "", answer_field: str = "") -> DataFact
     prompt = _column(columns, prompt_field, PROMPTS, "prompt", train)
     answer = _column([name for name in columns if name != prompt], answer_field, ANSWERS, "answer", train)
     answers = [str(row.get(answer)) for row in rows]
-    mathematics = sum(bool(MATHEMATICS.search(text)) for text in answers) >= 0.9 * len(answers)
+    environment = _environment(rows[0])
+    mathematics = not environment and sum(bool(MATHEMATICS.search(text)) for text in answers) >= 0.9 * len(answers)
     apart = sum(1 for _ in itertools.islice(dataset.raw(task, Path(held_out)), EVALUATED)) if held_out else 0
     problems = apart or min(max(1, len(many) // EVALUATED_SHARE), len(many) - 1)
     return DataFacts(
         task, train, held_out if apart else "", prompt, answer, columns, isinstance(rows[0].get(prompt), list), mathematics, tuple(rows),
-        problems,
+        problems, environment,
     )  # fmt: skip
+
+
+def _environment(row: dict[str, Any]) -> dict[str, Any]:
+    """Which environment made the row, and with which args; empty for a row that none did."""
+    carried = row.get(environments.COLUMN)
+    if not isinstance(carried, dict) or "environment" not in carried:
+        return {}
+    return {"environment": carried["environment"]} | ({"args": carried["args"]} if carried.get("args") else {})
 
 
 def _task(path: Path) -> Literal["jsonl", "parquet"]:
