@@ -61,6 +61,10 @@ class StepSeen:
     tokens: float
 
 
+#: A pace that was measured so many training steps ago says nothing of how many samples an engine can serve.
+STALE_STEPS = 2
+
+
 def engine_class(kind: str, gpus: int) -> str:
     """Engines that are taken for alike: kind and GPUs. (Reserved ones have less memory than harvested ones.)"""
     return f"{kind} x{gpus}"
@@ -98,6 +102,8 @@ class Forecast:
     _step: StepSubmitted | None = None  # the newest, as it was asked for last
     _submitted_at: float | None = None
     _evaluating: bool = False
+    _begun: int = 0  # training steps
+    _paced: dict[str, int] = field(default_factory=dict)  # class of engines -> how many had begun when its pace was measured last
     _versions: dict[int, int] = field(default_factory=dict)  # worker -> what it loaded last
     _groups: dict[int, dict[int, list[int]]] = field(default_factory=dict)  # step -> group -> lengths of its finished samples
     _tokens: dict[int, int] = field(default_factory=dict)  # step -> tokens of finished samples, prompts included
@@ -120,6 +126,7 @@ class Forecast:
                 if fact.batch > 0 and fact.tokens > 0 and fact.seconds > 0:
                     kind = engine_class(fact.kind, fact.gpus)
                     self.curves.observe(kind, fact.batch, fact.context, fact.seconds * fact.batch / fact.tokens)
+                    self._paced[kind] = self._begun
             case WorkerJoined():
                 self.engines[fact.worker_id] = Engine(fact.kind, fact.node, fact.gpus, now)
             case WorkerReady():
@@ -133,6 +140,7 @@ class Forecast:
             case StepSubmitted():
                 if self.begins(fact):
                     self._submitted_at, self._evaluating = now, fact.purpose != "train"
+                    self._begun += not self._evaluating
                 self._step = fact
                 if fact.cap and not self._evaluating:
                     self.capped(fact.cap)
@@ -163,6 +171,14 @@ class Forecast:
         return known.value if known else PRIOR_LOAD_S
 
     # ---------------------------------------------------------------- what costs follow
+
+    def paced_lately(self, kind: str, gpus: int) -> bool:
+        """Whether such engines' pace was measured in this step or the one before, or never.
+
+        An engine is measured while it holds the same samples from one heartbeat to the next. Where answers are shorter than that it is so
+        only while the machine is slow, and what was found then would hold for good: with the few samples that it allows none is measured.
+        """
+        return self._begun - self._paced.get(engine_class(kind, gpus), self._begun) < STALE_STEPS
 
     def curve(self, kind: str, gpus: int) -> Curve:
         return self.curves.curve(engine_class(kind, gpus))

@@ -16,6 +16,7 @@ import math
 from collections.abc import Sequence
 
 from scavenger.router import offload, placement
+from scavenger.router import window as windows
 from scavenger.router.forecast_lengths import Belief
 from scavenger.router.placement import Ranked
 from scavenger.router.policy import (
@@ -154,7 +155,9 @@ class Placer:
             curve = picture.curve(worker)
             held = [(s.prompt_tokens + s.length, expected[s.id]) for s in picture.held.get(worker.id, ())]
             each = [have + rest / 2 for have, rest in held] or [forecast.prompt.value + picture.table.expected(Belief(), 0) / 2]
-            plateau = curve.plateau(sum(each) / len(each), self._settings.plateau)
+            plateau = max(windows.LEAST_SERVED, curve.plateau(sum(each) / len(each), self._settings.plateau))
+            if not forecast.paced_lately(worker.kind, worker.gpus):
+                plateau = worker.max_batch
             engines.append(
                 placement.Engine(
                     worker_id=worker.id,

@@ -148,6 +148,27 @@ def test_many_samples_of_lost_engines_go_on_at_once_within_the_limits_and_few_ar
             assert sum(answer.worker_id == 1 for answer in answers) <= 100
 
 
+def test_a_machine_that_was_slow_for_a_while_does_not_keep_an_engine_at_one_sample_at_a_time() -> None:
+    """Answers of some tokens are done within a heartbeat: their engine's pace is measured only while the machine is too busy for that."""
+    policy = Predictive("r")
+
+    def placed(step: int, now: float) -> int:
+        policy.observe(seam.StepSubmitted(step, "train", 256, 32, 1000), now)
+        waiting = [sample(step * 1000 + i, step * 100 + i // 8, prompt_tokens=7) for i in range(256)]
+        view = PlainView(
+            step=StepView(step=step, samples=256, groups=32), samples=waiting, queued=waiting,
+            workers=[worker(1, max_batch=96)], max_batch=96,
+        )  # fmt: skip
+        return len(policy.place(view, now))
+
+    assert placed(1, 0.0) == 96
+    for batch, step_s in ((96, 0.62), (63, 0.40), (96, 0.62), (1, 0.0065), (1, 0.0065)) * 40:
+        policy.observe(seam.EngineProgress(1, "harvested", "n1", 1, batch, 10.0 * batch, batch, step_s), 1.0)
+    assert policy.forecast.curve("harvested", 1).plateau(10, 0.97) == 1, "all its time goes with the samples: what was measured says one"
+    assert placed(2, 20.0) == windows.LEAST_SERVED
+    assert placed(3, 40.0) == 96, "since then nothing was measured"
+
+
 def test_a_window_is_solved_again_only_when_something_changed_or_it_is_time() -> None:
     policy = Predictive("r")
     view = PlainView(
