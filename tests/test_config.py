@@ -40,7 +40,7 @@ def refused(read: object, path: Path) -> str:
     ("more", "said"),
     [
         ('colour = "red"', ["unknown key 'daemon.colour'"]),
-        ('heartbeat_s = "1 s"', ["daemon.heartbeat_s", "'1 s'", "valid number"]),
+        ('heartbeat_s = "1 s"', ["daemon.heartbeat_s = '1 s'", "a number is wanted"]),
         ("heartbeat_s = 0", ["daemon.heartbeat_s = 0", "greater than 0"]),
         ("heartbeat_s = 5.0", ["heartbeat_s < suspect_s < dead_s"]),
         ("trainer_silent_s = 700.0", ["trainer_silent_s <= trainer_gone_s"]),
@@ -49,7 +49,7 @@ def refused(read: object, path: Path) -> str:
         ("flush_ms = 0.5", ["daemon.flush_ms = 0.5", "greater than or equal to 1"]),
         ('[cluster]\nbackend = "pbs"', ["cluster.backend = 'pbs'", "'slurm'"]),
         ("[harvest]\nmax_engines = -1", ["harvest.max_engines = -1", "greater than or equal to 0"]),
-        ("[harvest]\nenabled = 7", ["harvest.enabled = 7", "boolean"]),
+        ("[harvest]\nenabled = 7", ["harvest.enabled = 7", "true or false is wanted"]),
         ("[harvest]\ntime_limit_s = inf", ["harvest.time_limit_s = inf", "finite"]),
         ("[cluster]\nmax_rpc_per_min = inf", ["cluster.max_rpc_per_min = inf", "finite"]),
         ("[observe]\nport = 1", ["unknown key 'observe'"]),
@@ -143,3 +143,33 @@ def test_the_daemon_runs_the_predicting_policy_unless_it_is_told_otherwise(tmp_p
     with pytest.raises(ConfigError, match=r"router.policy = 'clever'.*'predictive' or 'standard'") as refused:
         read_daemon(path)
     assert "docs/config.md" in refused.value.remedy
+
+
+def test_a_password_in_a_database_s_url_is_in_no_error(tmp_path: Path) -> None:
+    path = tmp_path / "scavenger.toml"
+    for lines in ('ledger = "postgresql://me:secret@db/x"\nheartbeat_s = 5\nsuspect_s = 4', 'ledger = ["postgresql://me:secret@db/x"]'):
+        path.write_text(f'[daemon]\nstate_dir = "/s"\n{lines}\n')
+        with pytest.raises(ConfigError) as error:
+            read_daemon(path)
+        assert "secret" not in str(error.value)
+        assert "daemon" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('max_batch = "3"', "max_batch = '3': text where a number is wanted; write it without quotes"),
+        ("max_batch = true", "max_batch = True: a boolean where a number is wanted"),
+    ],
+)
+def test_what_would_be_converted_is_refused(line: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(f"[engine]\n{line}\n")
+    assert said in refused(read_run, path)
+
+
+@pytest.mark.parametrize(("value", "said"), [('"false"', "text where true or false"), ("1", "a number where true or false")])
+def test_a_boolean_is_written_as_one(value: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(f"[run]\nharvest = {value}\n")
+    assert said in refused(read_run, path)

@@ -214,6 +214,10 @@ def begin(
     An older ledger that was restored ends before the newest checkpoints: steps that it does not have cannot be gone on from without
     leaving their samples unaccounted. Raises `ConfigError` where no checkpoint is old enough.
     """
+    job, again = int(os.environ.get("SLURM_JOB_ID", "0")), int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
+    if resume != "auto" and again and (latest := checkpoint.own(config.run.out_dir, job)) is not None:
+        print(f"--resume {resume} was for the first start of job {job}: it goes on from {latest.name}", flush=True)
+        resume = "auto"
     chosen = resume not in ("auto", "none")
     start = restore(config, ranks, checkpoint.select(config.run.out_dir, resume), data, chosen)
     while True:
@@ -282,6 +286,8 @@ def main(argv: list[str] | None = None) -> int:
     code = 0
     try:
         config = configs.read_run(options.config)
+        if options.local:  # a try neither meets the run itself, nor is taken for its beginning
+            config = config.model_copy(update={"run": config.run.model_copy(update={"out_dir": config.run.out_dir / "local"})})
         comm = Solo() if options.local else connect(config.trainer.idle_poll_ms)
         if comm.rank == 0:
             code = lead(config, comm, options)

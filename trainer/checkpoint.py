@@ -37,7 +37,8 @@ class State(msgspec.Struct, frozen=True):
 
     `attempt`: the run's attempt that wrote it; 0 = written before attempts were noted. `weights_dtype`: in which type the version was
     published, "" = written before that was noted. `owes_evaluation`: the one due at this step was not made. `adapters`: the version holds
-    adapters alone. `data`: digest of the problems in their order, "" = written before that was noted.
+    adapters alone. `data`: digest of the problems in their order, "" = written before that was noted. `job`: Slurm's id of the job that
+    wrote it, 0 = none, or written before that was noted.
     """
 
     step: int
@@ -53,6 +54,7 @@ class State(msgspec.Struct, frozen=True):
     owes_evaluation: bool = False
     adapters: bool = False
     data: str = ""
+    job: int = 0
 
 
 class Surplus(NamedTuple):
@@ -231,6 +233,12 @@ def select(out_dir: Path, resume: str) -> Path | None:
     if resume == "auto":
         return next(reversed(found(out_dir)), None)
     return Path(resume)
+
+
+def own(out_dir: Path, job: int) -> Path | None:
+    """The newest complete checkpoint, if an earlier life of this Slurm job wrote it: what it was told to resume from lies behind that."""
+    path = select(out_dir, "auto")
+    return path if path is not None and job and read_state(path).job == job else None
 
 
 def newest(out_dir: Path, most: int) -> Path | None:

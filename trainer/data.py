@@ -177,6 +177,8 @@ def origin_of(items: Sequence[Item], template: Template) -> str:
 
 def open_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer of a Hugging Face folder. Raises `ConfigError`."""
+    if not folder.is_dir():
+        raise ConfigError(f"model.path: there is no folder {folder}", "name the model's folder")
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise ConfigError(f"model.path: {folder} holds no tokenizer.json", "save the model's fast tokenizer there")

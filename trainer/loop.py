@@ -191,7 +191,7 @@ class Loop:
                 at.step, at.version, at.root.hex(), at.cursor, config.run.seed,
                 self._ranks.updates_taken, "float64" if config.run.deterministic else "float32", self._run.attempt,
                 weights_dtype=config.weights.dtype, owes_evaluation=at.owes_evaluation, adapters=self._ranks.trains_adapters,
-                data=self._problems.digest,
+                data=self._problems.digest, job=int(os.environ.get("SLURM_JOB_ID", "0")),
             )
         )  # fmt: skip
 

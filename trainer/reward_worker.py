@@ -18,6 +18,7 @@ import math
 import os
 import resource
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -54,7 +55,11 @@ def _load(name: str, given: str) -> tuple[Function, str, bool]:
     function = getattr(importlib.import_module(module), attribute)
     if not callable(function):
         raise TypeError(f"{name} is not callable")
-    inspect.signature(function).bind("", "", {}, **options)  # an option that it does not have is told before the run starts
+    try:
+        inspect.signature(function).bind("", "", {}, **options)  # an option that it does not have is told before the run starts
+    except TypeError as error:
+        remedy = "it is called with (prompt, answer, meta) and [reward.options] as keywords"
+        raise ConfigError(f"it cannot be called: {error}", remedy) from error
     prepare = getattr(function, "prepare_rewards", None)
     follows = prepare(**options) if prepare else ""  # what only the first call does must not make it late
     version = _version(name, (given if options else "") + follows)
@@ -70,7 +75,10 @@ def _score(function: Function, ask: Ask) -> Answer:
 
 
 def _failed(error: Exception) -> Answer:
-    return Answer(error=f"it raised {type(error).__name__}", said=str(error).encode(errors="backslashreplace").decode())
+    found = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))
+    places = [(file, line) for file, line in found if file != __file__]
+    where = f" ({places[-1][0]}, line {places[-1][1]})" if places else ""
+    return Answer(error=f"it raised {type(error).__name__}", said=f"{error}{where}".encode(errors="backslashreplace").decode())
 
 
 def _bound_memory(more: int) -> None:

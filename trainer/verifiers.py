@@ -10,8 +10,11 @@ from __future__ import annotations
 import functools
 import logging
 import re
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
+
+from scavenger.errors import ConfigError
 
 #: GSM8K's way to end a worked solution.
 FINAL = "####"
@@ -48,7 +51,10 @@ def late_is_wrong(prepare: Callable[[], object]) -> Callable[[_F], _F]:
 @functools.lru_cache(maxsize=1)
 def _math_verify() -> tuple[Any, Any]:
     """math-verify without its own alarms: the process has a deadline, and a killed one leaves nothing half done."""
-    from math_verify import parse, verify
+    try:
+        from math_verify import parse, verify
+    except ImportError as error:
+        raise ConfigError(f"{sys.executable} has no math-verify", 'pip install ".[math]" in a clone of Scavenger') from error
 
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     return parse, verify

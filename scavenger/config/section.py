@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from types import NoneType, UnionType
+from typing import Annotated, Any, Final, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -13,6 +15,33 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 
+#: The type of an error about one key of a section, which its message names.
+MISTAKEN: Final = "mistaken"
+
 
 class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, str_strip_whitespace=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_their_types(cls, given: Any) -> Any:
+        """Refuses what pydantic would convert: text for a number or a boolean, and each of these for the other ("false" would be true)."""
+        for key, value in given.items() if isinstance(given, dict) else ():
+            field = cls.model_fields.get(key)
+            if field is not None and (wrong := _mistaken(field.annotation, value)):
+                raise PydanticCustomError(MISTAKEN, "{what}", {"what": f"{key} = {value!r}: {wrong}"})
+        return given
+
+
+def _mistaken(annotation: Any, value: Any) -> str:
+    """What is wrong with a plain value for a field of numbers or booleans alone; "" where nothing is, or where it takes others too."""
+    kinds = set(get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)) - {NoneType}
+    if not kinds <= {int, float, bool}:
+        return ""
+    wanted = "true or false" if kinds == {bool} else "a number"
+    if isinstance(value, str):
+        return f"text where {wanted} is wanted; write it without quotes"
+    if isinstance(value, bool) and bool not in kinds:
+        return "a boolean where a number is wanted"
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return "a number where true or false is wanted" if is_number and kinds == {bool} else ""

@@ -56,7 +56,7 @@ def run_local(path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def metrics(folder: Path, out: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / out / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / out / "local" / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("more", ["", pytest.param("[lora]\nrank = 2\n", marks=pytest.mark.long)], ids=["all", "lora"])
@@ -67,9 +67,9 @@ def test_two_steps_run_in_one_process_and_a_resumed_run_repeats_the_second(more:
     whole = metrics(tmp_path, "whole")
     assert [(entry["kind"], entry["step"]) for entry in whole] == [("eval", 0), ("train", 1), ("train", 2), ("eval", 2)]
     assert whole[1]["tokens"] > 0
-    assert [path.name for path in checkpoint.found(tmp_path / "whole")] == ["step-00000001", "step-00000002"]
+    assert [path.name for path in checkpoint.found(tmp_path / "whole" / "local")] == ["step-00000001", "step-00000002"]
 
-    first = checkpoint.found(tmp_path / "whole")[0]
+    first = checkpoint.found(tmp_path / "whole" / "local")[0]
     done = run_local(write_run(tmp_path, model_folder, steps=2, out="resumed", more=more), "--resume", str(first))
     assert done.returncode == 0, done.stderr
     assert "after step 1" in done.stdout
@@ -78,7 +78,7 @@ def test_two_steps_run_in_one_process_and_a_resumed_run_repeats_the_second(more:
     timing = {"at", "version", "phases", *(name for name in whole[2] if name.startswith(TIMES))}
     same = [{name: value for name, value in entry.items() if name not in timing} for entry in (whole[2], again[0])]
     assert same[0] == same[1]
-    roots = [checkpoint.read_state(checkpoint.found(tmp_path / out)[-1]).root for out in ("whole", "resumed")]
+    roots = [checkpoint.read_state(checkpoint.found(tmp_path / out / "local")[-1]).root for out in ("whole", "resumed")]
     assert roots[0] == roots[1]
 
 
@@ -93,7 +93,7 @@ def test_a_run_that_is_done_says_so_when_it_is_started_again(model_folder: Path,
 
 def test_a_missing_model_is_an_error_with_its_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(write_run(tmp_path, tmp_path / "nowhere", steps=1, out="x")), "--local"]) == 2
-    assert "holds no tokenizer.json" in capsys.readouterr().err
+    assert "there is no folder" in capsys.readouterr().err
 
 
 def test_the_crash_point_of_recovery_tests_is_checked() -> None:

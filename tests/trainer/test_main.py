@@ -135,15 +135,15 @@ def test_a_trainer_told_to_end_within_a_step_goes_on_as_if_it_had_not_been(
     assert not ended(path, number, purpose, step, monkeypatch), "the run stays open"
     assert f"{number.name}: the trainer ends; the run can be resumed" in capsys.readouterr().out
     last = step if purpose == "eval" else step - 1
-    assert checkpoint.steps(tmp_path / "x") == [last]
-    assert not list((tmp_path / "x" / "checkpoints").glob(".*"))
+    assert checkpoint.steps(tmp_path / "x" / "local") == [last]
+    assert not list((tmp_path / "x" / "local" / "checkpoints").glob(".*"))
     assert program.main([str(path), "--local"]) == 0
-    assert f"resumed from {tmp_path / 'x' / 'checkpoints' / checkpoint.name(last)}" in capsys.readouterr().out
-    ends = [checkpoint.read_state(checkpoint.found(tmp_path / out)[-1]) for out in ("whole", "x")]
+    assert f"resumed from {tmp_path / 'x' / 'local' / 'checkpoints' / checkpoint.name(last)}" in capsys.readouterr().out
+    ends = [checkpoint.read_state(checkpoint.found(tmp_path / out / "local")[-1]) for out in ("whole", "x")]
     assert ends[0].root == ends[1].root
     assert (ends[0].step, ends[0].cursor, ends[0].updates_taken) == (ends[1].step, ends[1].cursor, ends[1].updates_taken)
-    assert [entry["step"] for entry in lines(tmp_path / "x", "eval")] == [0, 2], "each evaluation was made once"
-    assert lines(tmp_path / "x", "eval")[-1]["eval_sampled"] == lines(tmp_path / "whole", "eval")[-1]["eval_sampled"]
+    assert [entry["step"] for entry in lines(tmp_path / "x" / "local", "eval")] == [0, 2], "each evaluation was made once"
+    assert lines(tmp_path / "x" / "local", "eval")[-1]["eval_sampled"] == lines(tmp_path / "whole" / "local", "eval")[-1]["eval_sampled"]
 
 
 def test_a_trainer_told_to_end_before_its_first_step_leaves_no_checkpoint(
@@ -151,4 +151,4 @@ def test_a_trainer_told_to_end_before_its_first_step_leaves_no_checkpoint(
 ) -> None:
     path = write_run(tmp_path, model_folder, steps=1, out="x")
     assert not ended(path, signal.SIGTERM, "eval", 0, monkeypatch)
-    assert checkpoint.found(tmp_path / "x") == []
+    assert checkpoint.found(tmp_path / "x" / "local") == []

@@ -143,3 +143,20 @@ def test_a_run_whose_problems_changed_goes_on_only_from_a_checkpoint_that_was_ch
     capsys.readouterr()
     assert begin(checkpoints, monkeypatch, 6, resume=str(path), data="others") == (6, ["step-00000006"])
     assert "from position 48" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("resume", ["none", "step-00000002"])
+def test_a_requeued_job_goes_on_from_what_its_earlier_life_wrote_whatever_it_was_told_to_begin_with(
+    resume: str, checkpoints: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Slurm starts it with the same arguments again: a run of weeks would be back at its beginning after each preemption."""
+    told = resume if resume == "none" else str(checkpoint.folder(checkpoints) / resume)
+    begins, last = (0, []) if resume == "none" else (2, [resume]), checkpoint.folder(checkpoints) / "step-00000006"
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert begin(checkpoints, monkeypatch, 6, told) == begins, "its earlier life wrote nothing: another job's are there"
+    (last / checkpoint.STATE_FILE).write_bytes(msgspec.json.encode(msgspec.structs.replace(checkpoint.read_state(last), job=77)))
+    assert begin(checkpoints, monkeypatch, 6, told) == (6, [last.name])
+    assert f"--resume {told} was for the first start of job 77" in capsys.readouterr().out
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "0")
+    assert begin(checkpoints, monkeypatch, 6, told) == begins, "submitted by somebody: what is told counts"
