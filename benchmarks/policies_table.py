@@ -52,7 +52,6 @@ def _mean(values: Sequence[float]) -> float:
     return statistics.mean(values) if values else 0.0
 
 
-
 def interval(values: Sequence[float]) -> str:
     """Mean and half the width of its 95 % confidence interval over seeds, of those seeds for which there is a value."""
     values = [value for value in values if not math.isnan(value)]
@@ -74,7 +73,11 @@ def gap_closed(by_name: Mapping[str, Result]) -> float:
 
 
 def _ratio(first: str, second: str) -> Callable[[Mapping[str, Result]], float]:
-    return lambda found: found[first].tokens_per_s / found[second].tokens_per_s
+    def of(found: Mapping[str, Result]) -> float:
+        slower = found[second].tokens_per_s  # 0: not one whole step in two hours (32B over one pair)
+        return found[first].tokens_per_s / slower if slower > 0 else math.nan
+
+    return of
 
 
 def _throughput_of(name: str) -> Callable[[Mapping[str, Result]], float]:

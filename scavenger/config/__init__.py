@@ -31,7 +31,7 @@ from scavenger.config.run import (
     TrainerSection,
     WeightsSection,
 )
-from scavenger.config.section import MISTAKEN, Section
+from scavenger.config.section import Mistaken, Section
 from scavenger.config.site import (
     ClusterSection,
     DaemonConfig,
@@ -86,8 +86,8 @@ def _explain(path: Path, error: ValidationError) -> ConfigError:
             lines.append(f"{path}: unknown key {key!r}")
         elif item["type"] == "missing":
             lines.append(f"{path}: key {key!r} is missing")
-        elif item["type"] == MISTAKEN:
-            lines.append(f"{path}: {'.'.join([*map(str, item['loc']), ''])}{item['msg']}")
+        elif isinstance(mistaken := item.get("ctx", {}).get("error"), Mistaken):
+            lines.append(f"{path}: {'.'.join([*map(str, item['loc']), str(mistaken)])}")
         elif isinstance(item["input"], dict):  # a rule between keys names them, and what a section holds may be a secret
             lines.append(f"{path}: {key}: {item['msg'].removeprefix('Value error, ')}")
         elif key == "daemon.ledger":  # a database's URL may hold a password

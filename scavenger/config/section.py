@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from types import NoneType, UnionType
-from typing import Annotated, Any, Final, Union, get_args, get_origin
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
 
 Positive = Annotated[int, Field(gt=0)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -15,8 +14,8 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 
-#: The type of an error about one key of a section, which its message names.
-MISTAKEN: Final = "mistaken"
+class Mistaken(ValueError):
+    """About one key of a section, which the message names."""
 
 
 class Section(BaseModel):
@@ -29,7 +28,7 @@ class Section(BaseModel):
         for key, value in given.items() if isinstance(given, dict) else ():
             field = cls.model_fields.get(key)
             if field is not None and (wrong := _mistaken(field.annotation, value)):
-                raise PydanticCustomError(MISTAKEN, "{what}", {"what": f"{key} = {value!r}: {wrong}"})
+                raise Mistaken(f"{key} = {value!r}: {wrong}")
         return given
 
 

@@ -51,6 +51,14 @@ def test_a_table_has_a_row_for_each_cell_and_ratios_are_taken_seed_by_seed() -> 
     assert row.startswith("| s | m | 4 | 2 | ")
 
 
+def test_a_ratio_to_a_policy_that_made_no_whole_step_is_none() -> None:
+    """Qwen3-32B over one pair: two hours are less than a step of polyrl's."""
+    unit = table.Unit("s", "m", 1, 0)
+    found = {unit: {"polyrl": result(0.0), "rlboost": result(10.0), "ours": result(20.0)}}
+    *_, row = table.rows(found, ["polyrl", "rlboost", "ours"])
+    assert row.endswith("| - | 2.00 |")
+
+
 def test_every_compared_policy_is_known() -> None:
     assert set(table.COMPARED) - {"clairvoyant"} <= CONTENDERS.keys()
 
