@@ -34,6 +34,7 @@ explained AS (
                      WHEN 'stopped' THEN 'harvesting is stopped (stop file or drain)'
                      WHEN 'hidden' THEN 'others'' jobs are hidden, and some could not preempt us'
                      WHEN 'reserved' THEN 'a reservation begins soon on their nodes'
+                     WHEN 'planned' THEN 'Slurm keeps their nodes for larger jobs that it expects soon'
                      WHEN 'per_node' THEN 'limit max_gpus_per_node'
                      WHEN 'max_pending' THEN 'limit max_pending'
                      WHEN 'others_pending' THEN 'others'' pending jobs may take them'

@@ -217,6 +217,7 @@ def why_none(demand: Sequence[Demand], jobs: Sequence[OurJob] = (), limits: Limi
 
 
 OURS = ours("scv-1", 101, JobState.RUNNING)
+LARGE = job(9, gpus=8, n_nodes=2, start_time=T0 + 50, planned=("node1", "node2"))
 BOOKED = Reservation("course", frozenset({"node1"}), T0 + 50, T0 + 900)
 AGES = Idle({}, {node_class(node("node1")): prior()}, 0.985)
 FULL = (node("node0"), *(node(f"node{n}", 4) for n in (1, 2, 3)))
@@ -243,6 +244,7 @@ REASONS = [
     (why_none([SIX], limits=replace(LIMITS, stop="the stop file")), "harvesting is stopped (stop file or drain)"),
     (why_none([SIX], limits=replace(LIMITS, hidden="PrivateData", blind=True)), "others' jobs are hidden, and some could not preempt us"),
     (why_none([SIX], limits=replace(LIMITS, min_life_s=60), reservations=[BOOKED]), "a reservation begins soon on their nodes"),
+    (why_none([SIX], limits=replace(LIMITS, min_life_s=60), others=[LARGE]), "Slurm keeps their nodes for larger jobs that it expects soon"),
     (why_none([SIX], [mine(False)], replace(LIMITS, max_gpus_per_node=1), others=[OURS]), "limit max_gpus_per_node"),
     (why_none([replace(SIX, benefit=Benefit(1e-9, 8.0, 1, 60.0))], limits=replace(LIMITS, idle=AGES)),
      "not idle for long enough to outlast a start, or not worth one"),
