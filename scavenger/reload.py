@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from scavenger.config import DaemonConfig
+from scavenger.config import SECRETS, DaemonConfig
 
 #: Read afresh each time they are used: `harvest.driver` asks its configuration at every cycle.
 LIVE = frozenset({
@@ -67,8 +67,7 @@ class Change:
     after: Any
 
     def __str__(self) -> str:
-        # a database's URL may hold a password
-        return self.key if self.key == "daemon.ledger" else f"{self.key}: {self.before!r} -> {self.after!r}"
+        return self.key if self.key in SECRETS else f"{self.key}: {self.before!r} -> {self.after!r}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,6 +125,11 @@ def weights_source(config: RunConfig, comm: Comm, ending: Ending) -> WeightSourc
     )
 
 
+def slurm_job() -> int:
+    """The id of the Slurm job that this process is of; 0 = of none."""
+    return int(os.environ.get("SLURM_JOB_ID", "0"))
+
+
 def spool_of(config: RunConfig) -> Spool | None:
     folder = config.weights.spool_dir
     return Spool(folder / config.run.name) if folder else None
@@ -182,7 +187,7 @@ def lead(config: RunConfig, comm: Comm, options: argparse.Namespace) -> int:
             monitor.say(f"nothing is left to train: {start.step} steps are done, run.steps = {config.run.steps}; to go on, raise it")
         scoring = Scoring(runner, tokenizer, reward, config.algorithm, monitor.say, config.sampling.max_tokens)
         ending.listen()
-        loop = Loop(config, run, ranks, scoring, problems, how, monitor, start, crash_at, ending)
+        loop = Loop(config, run, ranks, scoring, problems, how, monitor, start, crash_at, ending, slurm_job())
         try:
             loop.run()
         except ToldToEnd as told_by:
@@ -214,7 +219,7 @@ def begin(
     An older ledger that was restored ends before the newest checkpoints: steps that it does not have cannot be gone on from without
     leaving their samples unaccounted. Raises `ConfigError` where no checkpoint is old enough.
     """
-    job, again = int(os.environ.get("SLURM_JOB_ID", "0")), int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
+    job, again = slurm_job(), int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
     if resume != "auto" and again and (latest := checkpoint.own(config.run.out_dir, job)) is not None:
         print(f"--resume {resume} was for the first start of job {job}: it goes on from {latest.name}", flush=True)
         resume = "auto"
@@ -266,7 +271,7 @@ def open_run(config: RunConfig, spec: wire.EngineSpec, start: Start, source: Loc
         tokenizer=str(config.model.path / "tokenizer.json"),
         resume_step=start.step,
         host=socket.gethostname(),
-        job_id=int(os.environ.get("SLURM_JOB_ID", "0")),
+        job_id=slurm_job(),
     )
 
 

@@ -87,6 +87,7 @@ class Loop:
         start: Start,
         crash_at: int = 0,
         ending: Ending | None = None,
+        job_id: int = 0,
     ) -> None:
         self._config = config
         self._run = run
@@ -98,6 +99,7 @@ class Loop:
         self._start = start
         self._crash_at = crash_at
         self._ending = ending or Ending()
+        self._job_id = job_id
         self._checkpoints = Checkpoints(config.run.out_dir, config.checkpoint.keep, run, ranks)
         self._inbox = Inbox(run)
         self._stepper = Stepper(config, run, ranks, scoring, sampling, self._between, self._inbox)
@@ -191,7 +193,7 @@ class Loop:
                 at.step, at.version, at.root.hex(), at.cursor, config.run.seed,
                 self._ranks.updates_taken, "float64" if config.run.deterministic else "float32", self._run.attempt,
                 weights_dtype=config.weights.dtype, owes_evaluation=at.owes_evaluation, adapters=self._ranks.trains_adapters,
-                data=self._problems.digest, job=int(os.environ.get("SLURM_JOB_ID", "0")),
+                data=self._problems.digest, job=self._job_id,
             )
         )  # fmt: skip
 

@@ -76,6 +76,8 @@ __all__ = [
 ]
 
 C = TypeVar("C", bound=Section)
+#: Keys whose values are in no message: a database's URL may hold a password.
+SECRETS = frozenset({"daemon.ledger"})
 
 
 def _explain(path: Path, error: ValidationError) -> ConfigError:
@@ -90,7 +92,7 @@ def _explain(path: Path, error: ValidationError) -> ConfigError:
             lines.append(f"{path}: {'.'.join([*map(str, item['loc']), str(mistaken)])}")
         elif isinstance(item["input"], dict):  # a rule between keys names them, and what a section holds may be a secret
             lines.append(f"{path}: {key}: {item['msg'].removeprefix('Value error, ')}")
-        elif key == "daemon.ledger":  # a database's URL may hold a password
+        elif key in SECRETS:
             lines.append(f"{path}: {key}: {item['msg']}")
         else:
             lines.append(f"{path}: {key} = {item['input']!r}: {item['msg']}")

@@ -59,7 +59,7 @@ class Looks:
         """What was seen, and by which look. `failed`: the last one did. Raises `ClusterError`, and the first one `ConfigError` when the
         partition may not be harvested."""
         view, look = await self._observe(look, failed)
-        self.view = replace(view, jobs=self._plans.complete(view.jobs, self._clock()))
+        self.view = replace(view, jobs=self._plans.complete(view.jobs, view.observed_at))
         return self.view, look
 
     async def _observe(self, look: Look, failed: bool) -> tuple[ClusterView, Look]:

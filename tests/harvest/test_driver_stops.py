@@ -20,7 +20,9 @@ from scavenger.router.events import IntentRevoked
 from tests.harvest.world import World, running, until
 
 
-def test_what_is_stopped_while_slurm_takes_its_time_with_each_job_is_not_submitted_further(world: World) -> None:
+def test_what_is_stopped_while_slurm_takes_its_time_with_each_job_is_not_submitted_further(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def play() -> None:
         world.want(4)
         harvester = world.harvester(max_pending=4)
@@ -30,18 +32,18 @@ def test_what_is_stopped_while_slurm_takes_its_time_with_each_job_is_not_submitt
             drain(world.state_dir, "three at night", at_once=False)  # somebody stops harvesting during the first sbatch
             return submit(spec)
 
-        world.cluster.submit = slow  # type: ignore[method-assign]
+        monkeypatch.setattr(world.cluster, "submit", slow)
         async with running(harvester):
             await until("the stop is seen", lambda: world.events("harvest_stopped"))
             assert len(world.of(rec.JobIntended)) == 1
             resume(world.state_dir)
-            world.cluster.submit = submit  # type: ignore[method-assign]
+            monkeypatch.setattr(world.cluster, "submit", submit)
             await until("all four are there", lambda: len(world.of(rec.JobSubmitted)) >= 4)
 
     asyncio.run(play())
 
 
-def test_what_was_seen_too_long_ago_is_not_submitted_on_further(world: World) -> None:
+def test_what_was_seen_too_long_ago_is_not_submitted_on_further(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.pace |= {"command_timeout_s": 0.4}
 
     async def play() -> None:
@@ -52,7 +54,7 @@ def test_what_was_seen_too_long_ago_is_not_submitted_on_further(world: World) ->
             hung.wait(0.5)
             return submit(spec)
 
-        world.cluster.submit = slow  # type: ignore[method-assign]
+        monkeypatch.setattr(world.cluster, "submit", slow)
         async with running(world.harvester(max_pending=4)):
             await until("all four are submitted", lambda: len(world.of(rec.JobSubmitted)) == 4)
 
@@ -61,7 +63,9 @@ def test_what_was_seen_too_long_ago_is_not_submitted_on_further(world: World) ->
     assert (rec.JobIntended, rec.JobIntended) not in itertools.pairwise(said), "a look before each"
 
 
-def test_a_stop_file_that_comes_and_goes_is_obeyed_at_once_and_resuming_waits_for_the_budget(world: World) -> None:
+def test_a_stop_file_that_comes_and_goes_is_obeyed_at_once_and_resuming_waits_for_the_budget(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world.pace |= {"observe_s": 600.0, "max_rpc_per_min": 10.0}
     world.cluster.whole_cost = 150  # the first look spends what was saved up
 
@@ -73,7 +77,7 @@ def test_a_stop_file_that_comes_and_goes_is_obeyed_at_once_and_resuming_waits_fo
             bys.append((harvester.standing.seen is not None, by <= now))
             return due(now, by=by, **more)
 
-        harvester._pace.next = asked  # type: ignore[method-assign,assignment]
+        monkeypatch.setattr(harvester._pace, "next", asked)
         async with running(harvester):
             await until("it looks", lambda: world.of(rec.ClusterSampled))
             drain(world.state_dir, "three at night", at_once=False)
@@ -89,7 +93,7 @@ def test_a_stop_file_that_comes_and_goes_is_obeyed_at_once_and_resuming_waits_fo
     asyncio.run(play())
 
 
-def test_an_ended_daemon_stops_within_a_moment_while_the_scheduler_hangs(world: World) -> None:
+def test_an_ended_daemon_stops_within_a_moment_while_the_scheduler_hangs(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     async def play() -> float:
         world.want(1)
         harvester = world.harvester()
@@ -97,7 +101,7 @@ def test_an_ended_daemon_stops_within_a_moment_while_the_scheduler_hangs(world: 
         task = asyncio.create_task(harvester.run(stop))
         await until("it looks", lambda: world.of(rec.ClusterSampled))
         seen = world.cluster.view
-        world.cluster.view = lambda: (hung.wait(30.0), seen())[1]  # type: ignore[method-assign]
+        monkeypatch.setattr(world.cluster, "view", lambda: (hung.wait(30.0), seen())[1])
         harvester.poke()
         await asyncio.sleep(0.5)
         began = time.monotonic()
