@@ -286,11 +286,13 @@ class Run:
         wait = 0.1
         while True:
             try:
+                refused = self._client.is_refused()  # by the connection that fell silent
                 self._client.reconnect()
                 # Before OpenRun was answered there is nothing to attach: the call is repeated, until its time is over.
                 if (self.attempt == 0 and not self._is_over(give_up)) or (self.attempt and self._attach()):
                     return
-                cause = "no answer"
+                refused = refused or self._client.is_refused()
+                cause = "it does not accept this key: enroll it again (`scavenger enroll`)" if refused else "no answer"
             except DaemonUnavailable as error:
                 cause = error.cause
             if self._is_over(give_up):

@@ -279,10 +279,16 @@ class ZmqChannel:
         self._closed = threading.Event()
 
     def ask(self, chunk: int, parent: bytes = b"") -> None:
-        self._socket.send(protocol.get(self._token, self._version, chunk, parent))
+        self._say(protocol.get(self._token, self._version, chunk, parent))
 
     def ask_have(self) -> None:
-        self._socket.send(protocol.have(self._token, self._version))
+        self._say(protocol.have(self._token, self._version))
+
+    def _say(self, request: bytes) -> None:
+        try:
+            self._socket.send(request, zmq.NOBLOCK)
+        except zmq.Again:  # to wait here would be for ever: a key that was refused is not tried again
+            raise ConnectionRefusedError("the holder takes no requests: it refuses this key, or has taken none for long") from None
 
     def answer(self, into: memoryview, heard: Heard) -> Answer | None:
         if self._closed.is_set():

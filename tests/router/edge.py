@@ -175,6 +175,7 @@ class Peer:
         made.curve_serverkey = rendezvous.server_key.encode()
         made.curve_publickey, made.curve_secretkey = self._pair.public.encode(), self._pair.secret.encode()
         made.linger = 0
+        made.sndtimeo = 20_000  # a refused key's message is taken by nobody: an error then, not a wait for ever
         made.connect(rendezvous.endpoint)
         return made
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from scavenger import keys, wire
 from scavenger.client import Client, Run
 from scavenger.config import RunConfig
 from scavenger.errors import AuthError, DaemonUnavailable, Refused, StaleAttempt
+from scavenger.patience import SILENT_S
 from scavenger.weights import manifest as manifests
 from tests.router.edge import LiveDaemon, Peer, ScriptedWorker, hello
 from tests.router.harness import SOURCE, SPEC, payload, root, specs
@@ -59,13 +61,35 @@ def eventually(condition: Callable[[], object], timeout_s: float = 60.0) -> None
 
 def test_a_key_that_was_never_allowed_does_not_get_past_the_handshake(daemon: LiveDaemon) -> None:
     with Peer(daemon.state_dir, keys.generate("r", "j")) as stranger:
-        stranger.say(hello("s"))
+        with contextlib.suppress(zmq.Again):  # refused before it could speak
+            stranger.socket.send(wire.encode(hello("s")), zmq.NOBLOCK)
         assert stranger.monitor.poll(5000)
         event = parse_monitor_message(stranger.monitor.recv_multipart())
         assert event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH
         assert event["value"] == 400
         assert stranger.hear(0.2) is None
     assert daemon.server.router.core.workers == {}
+
+
+def test_a_trainer_whose_key_is_refused_gives_up_and_says_so(daemon: LiveDaemon) -> None:
+    stranger = Client(daemon.state_dir, keys.generate("owner"), give_up_s=0.5)
+    try:
+        stranger.reconnect()
+        with pytest.raises(DaemonUnavailable, match=r"no daemon for 0\.5 s: it does not accept this key"):
+            open_run(stranger, daemon)
+    finally:
+        stranger.close()
+
+
+def test_a_call_that_nobody_takes_is_not_waited_for(daemon: LiveDaemon) -> None:
+    """A refused key's connection may end before the call is said. Which comes first is a race; a socket that was never connected is not."""
+    with Client.connect(daemon.state_dir) as client:
+        client._drop(linger_ms=0)
+        client._socket = client._made(keys.read_rendezvous(daemon.state_dir))
+        began = time.monotonic()
+        run = open_run(client, daemon)
+        assert run.attempt == 1
+        assert SILENT_S <= time.monotonic() - began < 4 * SILENT_S, "the silence had it said again on a new connection"
 
 
 def test_the_wrong_server_key_gets_no_connection_either(daemon: LiveDaemon, tmp_path: Path) -> None:

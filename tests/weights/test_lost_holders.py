@@ -17,6 +17,7 @@ import zmq
 from scavenger import wire
 from scavenger.errors import WeightsError
 from scavenger.weights import protocol
+from scavenger.weights.channel import SharedContext, ZmqChannel
 from scavenger.weights.manifest import Manifest
 from scavenger.weights.memory import Buffer, Pool
 from scavenger.weights.protocol import TOKEN_NBYTES, Holds, Part, decode_request, encode
@@ -325,3 +326,21 @@ def test_what_a_stuck_read_brings_later_does_not_count_in_the_next_try(
     finally:
         stuck.end()
     assert work.buffer.view == blob
+
+
+def test_a_curve_holder_that_takes_no_requests_is_an_error_and_no_wait() -> None:
+    """As where it refuses this key: here nobody listens, so that they fill the queue."""
+    with socket.create_server(("127.0.0.1", 0)) as closing:
+        port = closing.getsockname()[1]
+    nobody = wire.WeightSource(f"tcp://127.0.0.1:{port}", ME.public, bytes(TOKEN_NBYTES))
+    channel = ZmqChannel(nobody, 1, ME, SharedContext(), chunk_nbytes=1024)
+
+    def fill() -> None:
+        for _ in range(10_000):
+            channel.ask_have()
+
+    try:
+        with pytest.raises(ConnectionRefusedError, match="takes no requests"):
+            fill()
+    finally:
+        channel.end()
