@@ -109,12 +109,15 @@ class Forecast:
     _tokens: dict[int, int] = field(default_factory=dict)  # step -> tokens of finished samples, prompts included
 
     def capped(self, cap: int) -> LengthForecast:
-        """The lengths' forecast for answers of at most `cap` tokens; begun anew when the cap is another."""
-        if self.lengths is None or self.lengths.cap != cap:
+        """The lengths' forecast for answers of at most `cap` tokens, or of the most that was asked for before: an evaluation or a prompt
+        with a cap of its own unlearns nothing."""
+        if self.lengths is None:
             self.lengths = LengthForecast(cap)
             for groups in self._groups.values():
                 for length in (length for group in groups.values() for length in group):
                     self.lengths.finished(min(length, cap))
+        elif cap > self.lengths.cap:
+            self.lengths = self.lengths.widened(cap)
         return self.lengths
 
     def observe(self, fact: Fact, now: float) -> None:

@@ -194,6 +194,18 @@ class LengthForecast:
         self._pair_sum, self._pairs = PRIOR_CORRELATION * PRIOR_PAIRS, PRIOR_PAIRS
         self.seen = 0
 
+    def widened(self, cap: int) -> LengthForecast:
+        """The same for a larger cap. What ended at the old one counts as that long; within a bin all counts at its middle, by logs."""
+        wide = LengthForecast(cap)
+        logs = self._logs
+        middles = [self.edges[0], *(math.exp((low + high) / 2) for low, high in pairwise(logs)), float(self.cap)]
+        for middle, past, now in zip(middles, self._past, self._now, strict=True):
+            at = bisect_left(wide.edges, middle)
+            wide._past[at] += past
+            wide._now[at] += now
+        wide._pair_sum, wide._pairs, wide.seen = self._pair_sum, self._pairs, self.seen
+        return wide
+
     def finished(self, length: int) -> None:
         """One sample of the present step ended at `length` tokens."""
         self._now[bisect_left(self.edges, length)] += 1.0

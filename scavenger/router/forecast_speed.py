@@ -1,7 +1,7 @@
 """What engines and the trainer cost in seconds, learned from what was seen of them. Pure.
 
     decode step   a + b * batch + c * context tokens     by least squares of the relative error, none of a, b, c negative
-    prefill       p * tokens, before anything was seen p = PREFILL_SHARE * a
+    prefill       p * tokens, p = PREFILL_SHARE * a: not measured of itself
     training      seconds a round + seconds a token        by the same of whole steps, neither negative
 
 The decode line makes an engine's work additive: with nothing joining, a set of samples with h tokens and r to come drains in
@@ -19,7 +19,8 @@ from itertools import combinations
 
 #: Before any engine was seen: an 8B model in bf16 on an H100-like GPU. Only ratios matter much, since the first measurement scales all.
 PRIOR_STEP = (7e-3, 2e-5, 6e-8)
-#: Prefill of a token, in decode steps of one sequence: both pass all weights, one bound by compute, the other by bandwidth.
+#: Prefill of a token, in decode steps of one sequence. Both pass all P weights: one takes 2 P FLOP at the rate F that is reached, the other
+#: 2 P bytes (bf16) at the bandwidth W, so that the share is W / F whatever the model: 3.35e12 / (0.42 * 989e12) on an H100 (data sheet).
 PREFILL_SHARE = 0.008
 _SCALE = (1.0, 1 / 64, 1 / 65_536)  # of the columns (1, batch, context)
 

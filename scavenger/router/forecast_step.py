@@ -122,7 +122,7 @@ class _Fleet:
         self._from, self._to = reserved_from_s, reserved_to_s
         self._arrivals = sorted(situation.arrivals)
         self._loss = situation.loss_per_s
-        self.changes = sorted(t for t in (reserved_from_s, reserved_to_s, *(t for t, _ in self._arrivals)) if 0 < t < NEVER)
+        self.changes = sorted({t for t in (reserved_from_s, reserved_to_s, *(t for t, _ in self._arrivals)) if 0 < t < NEVER})
 
     def harvested(self, t: float) -> float:
         engines = self._harvested.engines * math.exp(-self._loss * t)

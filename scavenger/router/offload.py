@@ -16,6 +16,7 @@ caller keeps). Knows no clock, lease epoch or message.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -40,7 +41,10 @@ class Running(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """An engine and what it holds. `gives`, `takes`: samples may leave it, may come to it. `open_s`: how long it generates yet."""
+    """An engine and what it holds. `limit`: samples at most; `gives`, `takes`: samples may leave it, may come to it.
+
+    `cache`: tokens of context that its KV cache holds; with more it would recompute what it preempts.
+    """
 
     worker_id: int
     node: str
@@ -103,10 +107,12 @@ class _Work:
         more = curve.work_s(sample.have, sample.rest) + price.of(sample)
         return curve.base * max(longest, sample.rest) + self.work_s + more + self.extra_s
 
-    def has_room(self, sample: Running) -> bool:
-        fits = self.context + sample.have + sample.rest / 2 <= self.load.cache or not self.samples
+    def has_room(self, sample: Running, beside: Sequence[Running] = ()) -> bool:
+        """`beside`: what is to come here with it."""
+        held = len(self.samples) + len(beside)
+        context = self.context + sum([one.have + one.rest / 2 for one in (*beside, sample)])
         may = self.load.takes and self.load.worker_id not in sample.left
-        return may and len(self.samples) < self.load.limit and fits
+        return may and held < self.load.limit and (context <= self.load.cache or not held)
 
     def give(self, sample: Running) -> None:
         del self.samples[sample.sample_id]
@@ -135,14 +141,15 @@ def rebalance(loads: Iterable[Load], price: Price, critical_s: float = 0.0, most
 
     Each round looks at the engine that is done last and takes from it, sample by sample, what ends the later of it and its target sooner
     by more than the move costs; all of that is kept when the engine is done sooner by the margin, else nothing of it. After `most` moves
-    no further engine is looked at.
+    or engines no further one is looked at.
     """
     works = {load.worker_id: _Work(load) for load in sorted(loads, key=lambda load: load.worker_id)}
     late = [(-work.drain_s, worker_id) for worker_id, work in works.items() if work.load.gives and work.samples]
     heapq.heapify(late)
     shifts: list[Shift] = []
     moved: set[int] = set()
-    while late and len(shifts) < most:
+    rounds = itertools.count()
+    while late and len(shifts) < most and next(rounds) < most:
         ends_s, worker_id = heapq.heappop(late)
         if -ends_s <= critical_s:
             break
@@ -258,6 +265,8 @@ class Merge:
 
 #: Merged engines are done by this share of the time that is left, so that an error of the forecast does not lengthen the step.
 MERGE_SHARE = 0.9
+#: After so many engines in a row that fit nowhere no further one is tried: those of a thousand hold about as much.
+REFUSALS = 8
 
 
 def merge(loads: Iterable[Load], price: Price, end_s: float, worth_s: float) -> Merge:
@@ -277,21 +286,24 @@ def merge(loads: Iterable[Load], price: Price, end_s: float, worth_s: float) -> 
     shifts: list[Shift] = []
     emptied: list[int] = []
     came: set[int] = set()
+    refused = 0
     for worker_id in ranks:
+        if refused == REFUSALS:
+            break
         source = works[worker_id]
         if not source.samples or not source.load.gives or any(s.fixed or s.sample_id in came for s in source.samples.values()):
             continue
         targets = [works[w] for w in reversed(ranks) if w != worker_id and w not in emptied and works[w].samples]
         placed = _fit(source, targets, price, limit_s)
-        if placed is None:
-            continue
-        for sample, target in placed:
+        refused = refused + 1 if placed is None else 0
+        for sample, target in placed or ():
             source.give(sample)
             target.take(sample, price)
             came.add(sample.sample_id)
             why = f"worker {worker_id} is emptied: worker {target.load.worker_id} ends in {target.drain_s:.1f} s of {end_s:.1f} s with it"
             shifts.append(Shift(sample.sample_id, worker_id, target.load.worker_id, 0.0, why))
-        emptied.append(worker_id)
+        if placed is not None:
+            emptied.append(worker_id)
     why = f"{len(emptied)} engines are emptied by {len(shifts)} moves, all done in {limit_s:.1f} s of {end_s:.1f} s"
     return Merge(tuple(shifts), tuple(emptied), why)
 
@@ -304,7 +316,7 @@ def _fit(source: _Work, targets: Sequence[_Work], price: Price, limit_s: float) 
         best: tuple[float, int, _Work] | None = None
         for target in targets:
             mine = added[target.load.worker_id]
-            if not target.has_room(sample) or len(target.samples) + len(mine) >= target.load.limit:
+            if not target.has_room(sample, mine):
                 continue
             ends = _with_all(target, [*mine, sample], price)
             if ends <= limit_s and (best is None or (-ends, target.load.worker_id) < best[:2]):

@@ -149,7 +149,7 @@ class Predictive:
             self._first_asked, why = self._standard.engines(view, now)
             return self._first_asked, why
         target, why = self._fleet.engines(view, self.forecast, now, self._first_asked)
-        retired = len(self._mover.retired & {w.id for w in view.workers})
+        retired = len(self._mover.retired)  # those that have left too: their place is not to be filled in this step
         self._asked = max(0, target - retired), f"{why}; {retired} were freed by merging the step's tail" if retired else why
         return self._asked
 

@@ -2,7 +2,8 @@
 
 Sizes the fleet on a whole step with lengths from the forecast (`window.size_fleet`), asks for no engine that saves less over its
 expected life than its start costs (`harvest.autoscale.worth`), and goes there by the share of the step that the trainer waited
-(`harvest.autoscale.step_ended`). Owns when the size is solved again: every few steps, or when the step or the limit is another.
+(`harvest.autoscale.step_ended`). Owns when the size is solved again: after every step, or when the step or the limit is another. (What
+comes or goes within a step changes how many there are, not how many are useful; the window is solved again at once.)
 """
 
 from __future__ import annotations
@@ -14,12 +15,10 @@ from scavenger.router import window as windows
 from scavenger.router.forecast import Forecast, node_class
 from scavenger.router.forecast_step import Pool
 from scavenger.router.policy import RunView
-from scavenger.router.predictive_view import LOADING, whole_step
+from scavenger.router.predictive_view import LOADING, cache_of, whole_step
 
 #: Who asks for no engine learns nothing of engines: after so long, one shows whether starts and lives are still what they were.
 TRIAL_S = 1800.0
-#: The fleet is sized again after so many steps.
-SIZE_STEPS = 4
 
 
 @dataclass(slots=True)
@@ -33,7 +32,7 @@ class FleetSizer:
     reason: str = ""
     benefit: autoscale.Benefit | None = None  # of one of the engines that are asked for, on average
     state: autoscale.State = field(default_factory=autoscale.State)
-    _steps: int = 0
+    _stepped: bool = False  # since it was sized
     _sized_for: tuple[int, int] = (-1, -1)
     _waits: list[float] = field(default_factory=list)
     _none_since: float | None = None
@@ -41,13 +40,12 @@ class FleetSizer:
 
     def step_ended(self, wait_share: float) -> None:
         """The trainer waited for this share of the step."""
-        self._steps += 1
+        self._stepped = True
         self._waits.append(wait_share)
 
     def engines(self, view: RunView, forecast: Forecast, now: float, asked: int = 0) -> tuple[int, str]:
         """The number asked for, at most the run's own limit, and why. `asked`: what was asked for before the run's first step."""
-        stale = self._steps >= SIZE_STEPS or (self._steps > 0 and self.state.wait is None)
-        if stale or (view.step.samples, view.max_engines) != self._sized_for:
+        if self._stepped or (view.step.samples, view.max_engines) != self._sized_for:
             self._size(view, forecast, now)
         self.state = autoscale.start_with(self.state, self.useful, asked)
         for wait in self._waits:
@@ -85,17 +83,22 @@ class FleetSizer:
         step, lengths = view.step, forecast.lengths
         assert lengths is not None, "sized before any sample was seen"
         reserved = [w for w in view.workers if w.kind == "reserved"]
-        gpus = next((w.gpus for w in view.workers if w.kind != "reserved"), reserved[0].gpus if reserved else 1)
+        harvested = [w for w in view.workers if w.kind != "reserved"]
+        gpus = (harvested or reserved)[0].gpus if view.workers else 1
         run_gpus = sum(w.gpus for w in reserved)
         curve = forecast.curve("harvested", gpus)
         own = forecast.curve("reserved", reserved[0].gpus) if reserved else curve
-        pools = Pool(own, float(len(reserved)), view.max_batch), Pool(curve, 0.0, view.max_batch)
-        whole = whole_step(lengths.table(), forecast, step.samples, step.groups, *pools, forecast.costs(curve, gpus, run_gpus))
+        whole = whole_step(
+            lengths.table(), forecast, step.samples, step.groups,
+            Pool(own, float(len(reserved)), view.max_batch, cache_of(reserved)),
+            Pool(curve, 0.0, view.max_batch, cache_of(harvested or reserved)),
+            forecast.costs(curve, gpus, run_gpus),
+        )  # fmt: skip
         life, start_s = forecast.survival.curve(node_class(gpus), now), forecast.start.value
         needed = autoscale.break_even(max(run_gpus, gpus), gpus, start_s, life, self.price)
         size = windows.size_fleet(whole, view.max_engines, max(self.least_saving, needed))
         verdict = autoscale.worth(size.saving, max(run_gpus, gpus), gpus, start_s, life, price=self.price)
         self.benefit = autoscale.Benefit(size.each, max(run_gpus, gpus), gpus, start_s, self.price)
-        self._steps, self._sized_for = 0, (step.samples, view.max_engines)
+        self._stepped, self._sized_for = False, (step.samples, view.max_engines)
         self.useful = size.engines if verdict.ask else 0
         self.reason = f"{size.reason}; the last one {verdict.reason}"

@@ -18,14 +18,14 @@ from scavenger.router.forecast_step import StepModel
 from scavenger.router.policy import Fact, Move, RunView, StepSubmitted, WorkerJoined, WorkerLost, WorkerReady
 from scavenger.router.predictive_outlook import Outlook
 from scavenger.router.predictive_settings import Settings
-from scavenger.router.predictive_view import Picture
+from scavenger.router.predictive_view import Picture, cache_of
 
 #: No sample is moved onto reserved engines that will sleep within this.
 OPEN_LEAST_S = 30.0
 
 
 class Mover:
-    """One run's. `retired`: engines that were emptied in this step, and are not to be filled again."""
+    """One run's. `retired`: engines that were emptied in this step, gone or not, and are not to be filled again."""
 
     def __init__(self, settings: Settings, outlook: Outlook) -> None:
         self._settings, self._outlook = settings, outlook
@@ -44,7 +44,7 @@ class Mover:
                 self._left.clear()
             case WorkerReady() | WorkerLost() | WorkerJoined():
                 self._shifted = True
-                if isinstance(fact, WorkerLost):
+                if isinstance(fact, WorkerLost) and fact.worker_id not in self.retired:
                     self.retired.clear()  # the load of those that are left is another
 
     def moves(self, view: RunView, now: float) -> Sequence[Move]:
@@ -95,7 +95,8 @@ class Mover:
                 for s in picture.held.get(worker.id, ())
             ])  # fmt: skip
             takes = worker.id not in self.retired and not (closes and worker.kind == "reserved")
-            loads.append(offload.Load(worker.id, worker.node, picture.curve(worker), worker.max_batch, running, True, takes))
+            most = min(worker.max_batch, worker.best_batch or worker.max_batch)
+            loads.append(offload.Load(worker.id, worker.node, picture.curve(worker), most, running, takes=takes, cache=cache_of((worker,))))
         return loads
 
     def _merge(self, picture: Picture, loads: Sequence[offload.Load], price: offload.Price) -> Sequence[offload.Shift]:

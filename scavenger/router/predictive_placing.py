@@ -53,6 +53,7 @@ class Placer:
         self.ranking = Ranking()
         self._limits: dict[int, int] = {}
         self._share = 0
+        self._kept_free = False  # slots, for engines that were about to be ready
         self._fewer = False  # engines than when the limits were made
         self._lost_at, self._lost = -math.inf, 0  # when engines were lost last, with how many samples
 
@@ -72,7 +73,8 @@ class Placer:
                     self._lost_at = now
 
     def place(self, view: RunView, now: float) -> Sequence[Placement]:
-        # The limits were made for engines of which one is lost: what it held would wait for those left to be done, beside free slots.
+        # The limits were made for engines of which one is lost, or for some that did not come: samples would wait beside free slots.
+        self._fewer |= self._kept_free and now >= self.ranking.at + RANKING_S
         anew = self._fewer and now >= self.ranking.at + self._outlook.pause_s()
         free = [s for s in view.slots() if s.leases < (s.max_batch if anew else self._limit(s))]
         if not free:
@@ -121,6 +123,7 @@ class Placer:
         self._fewer = False
         engines = {engine.worker_id: engine for engine in self._engines_of(picture)}
         self._limits, self._share = {worker_id: engine.limit for worker_id, engine in engines.items()}, picture.fair_share
+        self._kept_free = picture.keeps_free
         leases = placement.assign(ranked, engines.values())
         have = {job.sample_id: job for job in jobs}
         workers = {w.id: w for w in picture.workers}

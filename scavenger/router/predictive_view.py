@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -29,6 +30,8 @@ LOADING = ("loading", "away")
 LATE = 0.25
 #: Samples wait for an engine that is expected within this, rather than crowd those that are there; less where an answer takes less.
 COMING_S = 20.0
+#: Up to this cap what a length counts as is looked up, not worked out.
+LONG = (1 << 17) - 1
 #: The quantile that counts where a sample must not be late.
 SAFE = 0.9
 
@@ -80,9 +83,7 @@ class Picture:
 
     @cached_property
     def table(self) -> Table:
-        lengths = self._forecast.lengths
-        if lengths is None or (self._cap > 1 and lengths.cap != self._cap):
-            lengths = self._forecast.capped(self._cap)
+        lengths = self._forecast.capped(self._cap)
         return lengths.table([sample.length for group in self.groups.values() for sample in group.running if sample.length])
 
     @cached_property
@@ -119,8 +120,12 @@ class Picture:
 
     def _belief(self, group_id: int, group: GroupState) -> Belief:
         """Solved again when a sibling finished, or one has grown by about a quarter."""
-        octaves = _octaves(self._cap)
-        stamp = (len(group.finished), tuple([octaves[s.length] for s in group.running]), self._likeness)
+        if self._cap <= LONG:
+            octaves = _octaves(self._cap.bit_length())
+            grown = tuple([octaves[s.length] for s in group.running])
+        else:
+            grown = tuple([_octave(s.length) for s in group.running])
+        stamp = (len(group.finished), grown, self._likeness)
         known = self._known.get(group_id)
         if known is not None and known[0] == stamp:
             return known[1]
@@ -155,6 +160,11 @@ class Picture:
             return outstanding
         share = -(-outstanding // max(1, serving + len(coming)))
         return share if self._crowd_s(outstanding, serving, share) > max(coming) else outstanding
+
+    @property
+    def keeps_free(self) -> bool:
+        """Whether slots are kept free for engines that are about to be ready."""
+        return self.fair_share < sum(len(group.running) for group in self.groups.values())
 
     def _crowd_s(self, outstanding: int, serving: int, share: int) -> float:
         """Seconds by which an answer takes longer where those that serve take all that fit, and not this share."""
@@ -213,13 +223,13 @@ class Picture:
         loading = [self.ready_in_s(w) for w in reserved if not w.serves and w.status in LOADING] if awake else []
         slots = max([w.max_batch for w in self.workers], default=1)
         return Situation(
-            reserved=Pool(self.curve(reserved[0]) if reserved else curve, float(len(reserved)), slots, _cache(reserved)),
-            harvested=Pool(curve, float(len(serving)), slots, _cache(harvested)),
+            reserved=Pool(self.curve(reserved[0]) if reserved else curve, float(len(reserved)), slots, cache_of(reserved)),
+            harvested=Pool(curve, float(len(serving)), slots, cache_of(harvested)),
             costs=self._forecast.costs(curve, gpus, trainer_gpus),
             samples=self.in_order(queued),
             limit=limit,
             awake=awake,
-            arrivals=tuple((self.ready_in_s(w), 1.0) for w in harvested if not w.serves and w.status in LOADING),
+            arrivals=self._arrivals(),
             loss_per_s=self._forecast.loss_per_s(gpus, self.now),
             ready_groups=min(groups, round(groups * ready / tokens)) if tokens else 0,
             ready_tokens=ready,
@@ -228,7 +238,13 @@ class Picture:
         )
 
 
-def _cache(workers: Sequence[WorkerView]) -> float:
+    def _arrivals(self) -> tuple[tuple[float, float], ...]:
+        """When how many harvested engines more will serve, to the second: a thousand that load would all be asked about one by one."""
+        counts = Counter(math.ceil(self.ready_in_s(w)) for w in self.harvested if not w.serves and w.status in LOADING)
+        return tuple((float(after_s), float(more)) for after_s, more in sorted(counts.items()))
+
+
+def cache_of(workers: Iterable[WorkerView]) -> float:
     """Tokens that each of these engines' caches holds, where they said so."""
     return float(max((worker.cache_tokens for worker in workers), default=0)) or math.inf
 
@@ -240,9 +256,9 @@ def _octave(length: int) -> int:
 
 
 @functools.cache
-def _octaves(cap: int) -> tuple[int, ...]:
-    """Of each length up to the cap: looked up for every sample at every look at a step."""
-    return tuple(_octave(length) for length in range(cap + 1))
+def _octaves(bits: int) -> tuple[int, ...]:
+    """Of each length of so many bits: looked up for every sample at every look at a step."""
+    return tuple(_octave(length) for length in range(1 << bits))
 
 
 def whole_step(table: Table, forecast: Forecast, samples: int, groups: int, reserved: Pool, harvested: Pool, costs: Costs) -> Situation:

@@ -55,6 +55,19 @@ def test_the_quantiles_of_a_known_distribution_are_learned() -> None:
         assert table.length(score) == pytest.approx(math.exp(8.0 + 0.8 * score), rel=0.15), score
 
 
+def test_a_larger_cap_unlearns_nothing_and_a_smaller_one_changes_nothing() -> None:
+    """As of an evaluation, or of prompts of which each leaves another length."""
+    known = learned(random.Random(3), mu=7.0)
+    forecast = Forecast(lengths=known)
+    assert forecast.capped(4096) is known
+    wide = forecast.capped(2 * CAP)
+    assert (wide.cap, wide.seen, wide.correlation) == (2 * CAP, known.seen, known.correlation)
+    before, after = known.table(), wide.table()
+    for score in (-1.5, -0.5, 0.0, 0.5, 1.5):
+        assert after.length(score) == pytest.approx(before.length(score), rel=0.1), "a bin is 9 % wide"
+    assert forecast.capped(CAP) is wide
+
+
 @pytest.mark.parametrize("rho", [0.0, 0.3, 0.6, 0.9])
 def test_the_likeness_of_siblings_is_learned(rho: float) -> None:
     rng = random.Random(2)

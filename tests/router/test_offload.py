@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace as again
 
+from scavenger.router import offload
 from scavenger.router.forecast_speed import Curve
 from scavenger.router.offload import Load, Price, Running, Shift, drains, lease_bound, merge, rebalance
 
@@ -81,6 +83,28 @@ def test_fixed_samples_full_engines_and_closed_ones_are_respected() -> None:
     two = [load(1, *many), load(3, *many), load(2), load(4)]
     assert {s.source for s in rebalance(two, PRICE)} == {1, 3}
     assert {s.source for s in rebalance(two, PRICE, most=3)} == {1}
+
+
+def test_nothing_moves_into_a_cache_that_is_full() -> None:
+    many = [4000.0] * 20
+    each = 1000 + 4000 / 2
+    assert len(rebalance([load(1, *many), replace(load(2), cache=6 * each)], PRICE)) == 6
+    assert rebalance([load(1, *many), replace(load(2, 4000), cache=1.5 * each)], PRICE) == []
+    long, full = load(1, 9000, takes=False), replace(load(2, 800, 900, gives=False), cache=4500.0)  # 2,850 held: one more of 1,350 fits
+    end = max(drains([long]).values())
+    for tail, emptied in (([load(3, 700)], (3,)), ([load(3, 700, 700)], ()), ([load(3, 3000)], ())):
+        assert merge([long, full, *tail], PRICE, end, worth_s=30).emptied == emptied
+
+
+def test_a_thousand_engines_that_fit_nowhere_are_not_all_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def fits_nowhere(source: Any, *_: object) -> None:
+        asked.append(source.load.worker_id)
+
+    monkeypatch.setattr(offload, "_fit", fits_nowhere)
+    assert merge([load(i, 4000) for i in range(1, 101)], PRICE, 1000.0, worth_s=30).emptied == ()
+    assert len(asked) == offload.REFUSALS
 
 
 @pytest.mark.parametrize("seed", range(12))
