@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -47,6 +47,8 @@ from scavenger.simulate.policies.even import even_share
 from scavenger.simulate.trainer_model import TrainerSpec, gather_s, optimizer_s, rank_s
 
 AGAIN_S = (1.0, 20.0)
+#: A fleet that changes from one moment to the next, as it loads a version engine by engine, is planned for again after this.
+PAUSE_S = 1.0
 #: An order of samples, and engines as it fills them, are good for this long.
 ORDER_S = 10.0
 #: An evening-out takes at most so many moves.
@@ -138,6 +140,7 @@ class Clairvoyant:
         self._came: object = None  # `RunView.came` when the order last knew all that waits
         self._share = self._limit = math.inf  # of an even share, and samples that each engine serves at a time
         self._unserved = True  # something came or went since that was worked out
+        self._decided_at = -math.inf
         self._served: tuple[Fleet, float] | None = None  # for whom and when, within this step
         self._trained = self._trained_at = 0.0  # tokens, and until when they are counted
 
@@ -228,11 +231,15 @@ class Clairvoyant:
             return None
         if view.step.finished >= view.step.samples:
             return WindowDecision(True, f"all {view.step.samples} samples of step {view.step.step} are done")
-        fleet = _fleet_of(view)
-        if self._decision is None or now >= self._decision.again_at or fleet != self._fleet:
-            known = self._closes_at is not None and self._decision is not None and fleet == self._fleet
-            self._fleet = fleet
-            self._decision = self._decide(view, now, self._closes_at - now if known and self._closes_at is not None else None)
+        fleet, known = _fleet_of(view), self._decision
+        if known is not None and now < known.again_at:
+            if fleet == self._fleet:
+                return known
+            if now < self._decided_at + PAUSE_S:
+                return replace(known, again_at=self._decided_at + PAUSE_S)
+        near = self._closes_at is not None and known is not None and fleet == self._fleet
+        self._fleet, self._decided_at = fleet, now
+        self._decision = self._decide(view, now, self._closes_at - now if near and self._closes_at is not None else None)
         return self._decision
 
     def _decide(self, view: RunView, now: float, near_s: float | None) -> WindowDecision:
@@ -303,11 +310,13 @@ class Clairvoyant:
         state = self._state(view)
         fleet = _fleet_of(view), now
         # Reserved engines wake one after the other at one instant, and count as awake from the first on: that is worked out once.
-        if self._unserved and fleet != self._served and not state.alone:
-            situation = self._situation(view, state, now)
-            self._share = share_of(situation, self._share)
-            self._limit = limit_of(situation, self._share)
-        self._unserved, self._served = False, fleet
+        recent = self._served is not None and now < self._served[1] + PAUSE_S
+        if self._unserved and fleet != self._served and not recent:
+            if not state.alone:
+                situation = self._situation(view, state, now)
+                self._share = share_of(situation, self._share)
+                self._limit = limit_of(situation, self._share)
+            self._unserved, self._served = False, fleet
         moved: list[Known] = []
         fresh: list[Known] = []
         reasons: dict[int, str] = {}

@@ -28,6 +28,8 @@ class PolyRL:
         self._seeding = Seeding(1 / 3, 5.0, 30.0, ema=0.8)
         self._turn = 0
         self._credit, self._credit_at = 1.0, 0.0
+        self._served = False  # somebody did, when it was last this one's turn
+        self._due = False  # a group waits for its turn, and not for an instance
         self._queue: list[list[int]] = []  # groups as they wait, for as long as nobody comes and only those go that are placed
         self._queue_of: tuple[object, int] | None = None  # `came`, and how many wait then
 
@@ -40,8 +42,10 @@ class PolyRL:
         slots = sorted(view.slots(), key=lambda slot: slot.worker_id)
         free = {slot.worker_id: slot.max_batch - slot.leases for slot in slots}
         # What was saved up while nobody served is not spent at once: a sleeping dispatcher wakes 4 times a second.
-        self._credit = min(1.0 if not slots else self._credit + (now - self._credit_at) * GROUPS_PER_S, 32.0)
-        self._credit_at = now
+        saved = self._credit + (now - self._credit_at) * GROUPS_PER_S
+        self._credit = min(saved, 32.0) if slots and self._served else 1.0
+        self._credit_at, self._served = now, bool(slots)
+        self._due = True
         found: list[Placement] = []
         placed = 0
         if self._credit < 1 - 1e-9:  # not its turn yet: who waits is not looked at
@@ -51,6 +55,7 @@ class PolyRL:
             self._queue = _groups(view)
         for members in self._queue:
             ready = [slot.worker_id for slot in slots if free[slot.worker_id] >= len(members)]
+            self._due = bool(ready)
             if not ready or self._credit < 1 - 1e-9:
                 break
             target = next((worker_id for worker_id in ready if worker_id > self._turn), ready[0])
@@ -67,7 +72,7 @@ class PolyRL:
 
     def window(self, view: RunView, now: float) -> WindowDecision | None:
         answer = self._seeding.window(view, now)
-        if view.waits:  # the dispatcher's next turn
+        if view.waits and self._due:  # the dispatcher's next turn
             return WindowDecision(answer.close, answer.reason, min(answer.again_at, now + 1 / GROUPS_PER_S))
         return answer
 
