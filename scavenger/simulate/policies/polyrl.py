@@ -17,6 +17,8 @@ from scavenger.simulate.contender import Contender
 from scavenger.simulate.policies.seeding import Seeding
 
 GROUPS_PER_S = 4.0
+#: Credit for one group, but for what a few microseconds of an event's own time are worth.
+A_TURN = 1 - 1e-5
 
 
 class PolyRL:
@@ -29,12 +31,13 @@ class PolyRL:
         self._turn = 0
         self._credit, self._credit_at = 1.0, 0.0
         self._served = False  # somebody did, when it was last this one's turn
-        self._due = False  # a group waits for its turn, and not for an instance
+        self._due = True  # a group may wait for its turn, and not for an instance
         self._queue: list[list[int]] = []  # groups as they wait, for as long as nobody comes and only those go that are placed
         self._queue_of: tuple[object, int] | None = None  # `came`, and how many wait then
 
     def observe(self, fact: Fact, now: float) -> None:
         self._seeding.observe(fact, now)
+        self._due = True
         if isinstance(fact, StepSubmitted):
             self._credit, self._credit_at = 1.0, now
 
@@ -48,7 +51,7 @@ class PolyRL:
         self._due = True
         found: list[Placement] = []
         placed = 0
-        if self._credit < 1 - 1e-9:  # not its turn yet: who waits is not looked at
+        if self._credit < A_TURN:  # not its turn yet: who waits is not looked at
             return found
         came = view.came
         if self._queue_of != (came, view.waits):
@@ -56,7 +59,7 @@ class PolyRL:
         for members in self._queue:
             ready = [slot.worker_id for slot in slots if free[slot.worker_id] >= len(members)]
             self._due = bool(ready)
-            if not ready or self._credit < 1 - 1e-9:
+            if not ready or self._credit < A_TURN:
                 break
             target = next((worker_id for worker_id in ready if worker_id > self._turn), ready[0])
             self._turn, free[target] = target, free[target] - len(members)
