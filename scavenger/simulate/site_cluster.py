@@ -126,7 +126,7 @@ class SimCluster:
         self._used[job.node] -= job.gpus
         self.engines.append(
             EngineOutcome(
-                job.node, job.gpus, job.started_s, self._sim.now, engine.ready_s, engine.first_token_s, engine.busy_s, engine.tokens, why
+                job.node, job.gpus, job.started_s, self._sim.now, engine.ready_s, engine.busy_s, engine.batch.decoded_tokens, why
             )
         )
         job.engine, job.node = None, ""
