@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable
 
 from scavenger.errors import SimulationError
-from scavenger.harvest.policy import Limits
 from scavenger.router.events import Identity
 from scavenger.simulate import trainer_model as cost
 from scavenger.simulate.contender import Contender
@@ -20,7 +19,7 @@ from scavenger.simulate.engine import Simulation, Streams
 from scavenger.simulate.network import Network
 from scavenger.simulate.outcome import Outcome, StepOutcome
 from scavenger.simulate.scenario import Scenario
-from scavenger.simulate.site_cluster import PARTITION, SimCluster
+from scavenger.simulate.site_cluster import SimCluster
 from scavenger.simulate.site_daemon import Daemon
 from scavenger.simulate.site_engine import Pace, SimEngine
 from scavenger.simulate.site_trainer import OWNER, RUN, SimTrainer
@@ -28,7 +27,6 @@ from scavenger.simulate.startup import pull_bytes
 from scavenger.wire import SampleKey
 
 Progress = Callable[[float, int], None]  # simulated seconds, finished steps
-_MAX_PENDING = 1 << 20
 
 
 def simulate(scenario: Scenario, contender: Contender, progress: Progress | None = None) -> Outcome:
@@ -65,8 +63,9 @@ class _Site:
         self._versions: dict[int, int] = {}  # engine's connection -> the version that it has
         self._trainer = SimTrainer(self._sim, self._daemon, scenario, contender, lambda _v: self._network.new_version(), self._step_done)
         self._cluster = SimCluster(
-            self._sim, self._daemon, scenario.fleet, self._start_harvested, scenario.schedule_s, scenario.requeue_s
-        )
+            self._sim, self._daemon, scenario.fleet, self._start_harvested, scenario.schedule_s, scenario.requeue_s,
+            scenario.max_engines, contender.gates,
+        )  # fmt: skip
         self._reserved: list[SimEngine] = []
         self._gone: list[SimEngine] = []
         self._steps: list[StepOutcome] = []
@@ -154,8 +153,7 @@ class _Site:
 
     def _observe(self) -> None:
         self._sim.after(self._scenario.observe_s, self._observe, priority=4)
-        most = self._scenario.max_engines or _MAX_PENDING
-        self._cluster.observe(Limits(PARTITION, most, _MAX_PENDING))
+        self._cluster.observe()
 
     # ---------------------------------------------------------------- the end
 
