@@ -61,7 +61,8 @@ class _Site:
         self._daemon = Daemon(self._sim, contender.new_policy(), scenario.tick_s, scenario.heartbeat_s)
         self._network = Network(self._sim, scenario.trainer.nic_bytes_s, scenario.engine_bytes_s, scenario.relay)
         self._versions: dict[int, int] = {}  # engine's connection -> the version that it has
-        self._trainer = SimTrainer(self._sim, self._daemon, scenario, contender, lambda _v: self._network.new_version(), self._step_done)
+        self._newest = 0
+        self._trainer = SimTrainer(self._sim, self._daemon, scenario, contender, self._published, self._step_done)
         self._cluster = SimCluster(
             self._sim, self._daemon, scenario.fleet, self._start_harvested, scenario.schedule_s, scenario.requeue_s,
             scenario.max_engines, contender.gates,
@@ -126,9 +127,13 @@ class _Site:
     def _left(self, engine: SimEngine) -> None:
         self._gone.append(engine)
         self._network.cancel(engine.node + engine.identity.intent_id)
-        if self._versions.pop(engine.conn, None) is not None:
+        if self._versions.pop(engine.conn, None) == self._newest:
             self._network.left_holder()
         self._cluster.left(engine)
+
+    def _published(self, version: int) -> None:
+        self._newest = version
+        self._network.new_version()
 
     def _fetch(self, engine: SimEngine, version: int, done: Callable[[], None]) -> None:
         """Reserved engines have the weights on their own GPUs: what it takes to load them is part of their waking."""

@@ -57,7 +57,8 @@ def generation_s(spec: EngineSpec, samples: int) -> float:
 
 def training_s(scenario: Scenario) -> float:
     lengths = [PROMPT + LENGTH] * scenario.prompts * scenario.samples
-    return cost.step_s(TRAINER, cost.pack(TRAINER.model, lengths, TRAINER.ranks, scenario.round_tokens)) + cost.publish_s(TRAINER)
+    micro_steps = cost.pack(TRAINER.model, lengths, TRAINER.ranks, scenario.round_tokens)
+    return sum(cost.micro_step_s(TRAINER, ranks) for ranks in micro_steps) + cost.optimizer_s(TRAINER) + cost.publish_s(TRAINER)
 
 
 # ---------------------------------------------------------------- closed forms: alike engines, equal lengths, no preemption
