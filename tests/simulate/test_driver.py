@@ -83,6 +83,17 @@ def test_disaggregated_is_the_pull_and_generation_then_training() -> None:
     assert out.steps[-1].seconds == pytest.approx(expected, rel=0.01)
 
 
+def test_pulls_begin_when_a_version_is_published_and_have_the_trainers_interface_for_themselves() -> None:
+    """To publish is to copy and to hash: it takes its time, and nothing of the interface."""
+    scenario = replace(EQUAL, fleet=ALWAYS, max_engines=8, max_batch=64, steps=4)
+    hashing = replace(scenario, trainer=replace(TRAINER, hash_bytes_s=0.5e9))
+    plain, hashed = (simulate(one, DISAGGREGATED).steps[-1] for one in (scenario, hashing))
+    publish_s = cost.publish_s(hashing.trainer)
+    assert publish_s > 3.0
+    assert hashed.publish_s == pytest.approx(publish_s)
+    assert hashed.seconds == pytest.approx(plain.seconds + publish_s)
+
+
 def instant(scenario: Scenario) -> Scenario:
     """Toggles and weights take no time: a step is then generation over all engines, and training."""
     gpu = replace(ENGINE.gpu, host_bytes_s=1e18)
