@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -198,13 +199,11 @@ def test_whatever_comes_and_goes_nobody_is_faster_than_its_interface_and_all_end
     pulls = Pulls(70.0, 30.0, relay)
     for index, (start, nbytes) in enumerate(asked):
         pulls.pull(f"e{index}", float(start), float(nbytes))
+    network = pulls.network
     for time_s, what, which in events:
-        name = f"e{which}"
-        network = pulls.network
-        pulls.at(
-            float(time_s),
-            {"cancel": lambda name=name: network.cancel(name), "left": network.left_holder, "version": network.new_version}[what],  # type: ignore[misc]
-        )
+        cancel = functools.partial(network.cancel, f"e{which}")
+        happens: dict[str, Callable[[], None]] = {"cancel": cancel, "left": network.left_holder, "version": network.new_version}
+        pulls.at(float(time_s), happens[what])
     over = pulls.run()
     cancelled = {f"e{which}" for _, what, which in events if what == "cancel"}
     assert over.keys() | cancelled >= {f"e{index}" for index in range(len(asked))}
