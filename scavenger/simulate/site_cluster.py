@@ -146,9 +146,7 @@ class SimCluster:
         assert engine is not None
         self._used[job.node] -= job.gpus
         self.engines.append(
-            EngineOutcome(
-                job.node, job.gpus, job.started_s, self._sim.now, engine.ready_s, engine.busy_s, engine.batch.decoded_tokens, why
-            )
+            EngineOutcome(job.node, job.gpus, job.started_s, self._sim.now, engine.ready_s, engine.busy_s, engine.batch.decoded_tokens, why)
         )
         job.engine, job.node = None, ""
 
