@@ -29,14 +29,12 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 class Plan:
     """The best that is predicted. `close_after_s`: 0 = train now, NEVER = generate to the end (or, when asleep: stay so, `awake` False).
 
-    `step_s`: what is left of the step then; `now_s`: what would be left when the reserved engines trained from now on. `until_s`: how long
-    they generate, also where that is to the end.
+    `step_s`: what is left of the step then. `until_s`: how long they generate, also where that is to the end.
     """
 
     awake: bool
     close_after_s: float
     step_s: float
-    now_s: float
     reason: str
     until_s: float = 0.0
 
@@ -55,23 +53,23 @@ def solve(situation: Situation) -> Plan:
     alike = ALIKE * best if best < NEVER else 0.0
     told = situation.told()
     if now_s <= best + alike and window <= AT_ONCE * best:
-        return Plan(False, 0.0, now_s, now_s, f"training from now on ends the step in {now_s:.1f} s, no later window sooner ({told})")
+        return Plan(False, 0.0, now_s, f"training from now on ends the step in {now_s:.1f} s, no later window sooner ({told})")
     when = f"closing in {window:.1f} s" if window < model.end_s else f"generating to the end, {window:.1f} s,"
     why = f"{when} ends the step in {best:.1f} s, closing now in {now_s:.1f} s ({told})"
-    return Plan(True, window if window < model.end_s else NEVER, best, now_s, why, window)
+    return Plan(True, window if window < model.end_s else NEVER, best, why, window)
 
 
 def _solve_asleep(model: StepModel, stay: float) -> Plan:
     told = model.situation.told()
     if not model.situation.samples or not model.situation.reserved.engines:
-        return Plan(False, NEVER, stay, stay, f"nothing is left for reserved engines to generate ({told})")
+        return Plan(False, NEVER, stay, f"nothing is left for reserved engines to generate ({told})")
     window, best, _ = _search(model)
     gain = REOPEN_GAIN if model.situation.begun else 0.0
     if best < stay * (1 - gain):
         why = f"generating again for {window:.1f} s ends the step in {best:.1f} s, training on in {stay:.1f} s ({told})"
-        return Plan(True, window if window < model.end_s else NEVER, best, stay, why, window)
+        return Plan(True, window if window < model.end_s else NEVER, best, why, window)
     why = f"training on ends the step in {stay:.1f} s, generating again in {best:.1f} s at best: not {gain:.0%} less ({told})"
-    return Plan(False, NEVER, stay, stay, why)
+    return Plan(False, NEVER, stay, why)
 
 
 def _step_s(situation: Situation) -> float:

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable
 
 from scavenger.errors import SimulationError
-from scavenger.harvest.policy import Limits
 from scavenger.router.events import Identity
 from scavenger.simulate import trainer_model as cost
 from scavenger.simulate.contender import Contender
@@ -20,7 +19,7 @@ from scavenger.simulate.engine import Simulation, Streams
 from scavenger.simulate.network import Network
 from scavenger.simulate.outcome import Outcome, StepOutcome
 from scavenger.simulate.scenario import Scenario
-from scavenger.simulate.site_cluster import PARTITION, SimCluster
+from scavenger.simulate.site_cluster import SimCluster
 from scavenger.simulate.site_daemon import Daemon
 from scavenger.simulate.site_engine import Pace, SimEngine
 from scavenger.simulate.site_trainer import OWNER, RUN, SimTrainer
@@ -28,7 +27,6 @@ from scavenger.simulate.startup import pull_bytes
 from scavenger.wire import SampleKey
 
 Progress = Callable[[float, int], None]  # simulated seconds, finished steps
-_MAX_PENDING = 1 << 20
 
 
 def simulate(scenario: Scenario, contender: Contender, progress: Progress | None = None) -> Outcome:
@@ -63,10 +61,12 @@ class _Site:
         self._daemon = Daemon(self._sim, contender.new_policy(), scenario.tick_s, scenario.heartbeat_s)
         self._network = Network(self._sim, scenario.trainer.nic_bytes_s, scenario.engine_bytes_s, scenario.relay)
         self._versions: dict[int, int] = {}  # engine's connection -> the version that it has
-        self._trainer = SimTrainer(self._sim, self._daemon, scenario, contender, lambda _v: self._network.new_version(), self._step_done)
+        self._newest = 0
+        self._trainer = SimTrainer(self._sim, self._daemon, scenario, contender, self._published, self._step_done)
         self._cluster = SimCluster(
-            self._sim, self._daemon, scenario.fleet, self._start_harvested, scenario.schedule_s, scenario.requeue_s
-        )
+            self._sim, self._daemon, scenario.fleet, self._start_harvested, scenario.schedule_s, scenario.requeue_s,
+            scenario.max_engines, contender.gates,
+        )  # fmt: skip
         self._reserved: list[SimEngine] = []
         self._gone: list[SimEngine] = []
         self._steps: list[StepOutcome] = []
@@ -127,9 +127,13 @@ class _Site:
     def _left(self, engine: SimEngine) -> None:
         self._gone.append(engine)
         self._network.cancel(engine.node + engine.identity.intent_id)
-        if self._versions.pop(engine.conn, None) is not None:
+        if self._versions.pop(engine.conn, None) == self._newest:
             self._network.left_holder()
         self._cluster.left(engine)
+
+    def _published(self, version: int) -> None:
+        self._newest = version
+        self._network.new_version()
 
     def _fetch(self, engine: SimEngine, version: int, done: Callable[[], None]) -> None:
         """Reserved engines have the weights on their own GPUs: what it takes to load them is part of their waking."""
@@ -154,8 +158,7 @@ class _Site:
 
     def _observe(self) -> None:
         self._sim.after(self._scenario.observe_s, self._observe, priority=4)
-        most = self._scenario.max_engines or _MAX_PENDING
-        self._cluster.observe(Limits(PARTITION, most, _MAX_PENDING))
+        self._cluster.observe()
 
     # ---------------------------------------------------------------- the end
 

@@ -2,7 +2,11 @@
 
 Without relays all pulls share the source's interface, max-min fair (`links.fair_rates`), and rates change when a flow begins or ends. With
 relays they are served in order, each at its full rate: the source serves as many as its interface feeds, and everybody who has finished one
-more (shared evenly they would all finish last, and nobody could relay). Knows nothing of versions.
+more (shared evenly they would all finish last, and nobody could relay). One whose holder is gone keeps what it has, and waits for another.
+
+The source is the trainer, whose interface pulls have for themselves: to publish is to copy to host memory and to hash
+(`trainer_model.publish_s`), no byte leaves before engines ask for it, and gradients have a network of their own (`link_bytes_s`).
+Knows of versions only that a new one has no holders.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ class _Flow:
     left: float
     done: Callable[[], None]
     rate: float = 0.0
+    newest: bool = True  # it pulls what those pull who begin now
 
 
 class Network:
@@ -39,6 +44,8 @@ class Network:
     def new_version(self) -> None:
         """Nobody holds what is pulled from now on."""
         self._holders = 0
+        for flow in self._flows.values():
+            flow.newest = False
 
     def pull(self, name: str, nbytes: float, done: Callable[[], None]) -> None:
         """Begin a pull; `done` is called when it is over. A pull of the same name is given up."""
@@ -54,7 +61,9 @@ class Network:
 
     def left_holder(self) -> None:
         """One that served others is gone."""
+        self._advance()
         self._holders = max(0, self._holders - 1)
+        self._later()
 
     def _advance(self) -> None:
         now = self._sim.now
@@ -72,9 +81,10 @@ class Network:
         self._stale = False
         self._advance()
         if self._relay:
-            served = max(1, int(self._source // self._end)) + self._holders
+            by_source = max(1, int(self._source // self._end))
             for place, flow in enumerate(self._flows.values()):
-                flow.rate = min(self._end, self._source) if place < served else 0.0
+                rate = min(self._end, self._source) if place < by_source else self._end
+                flow.rate = rate if place < by_source + self._holders else 0.0
         else:
             rates = fair_rates(dict.fromkeys(sorted(self._flows), self._end), self._source)
             for name, flow in self._flows.items():
@@ -90,7 +100,7 @@ class Network:
         over = [flow for _, flow in sorted(self._flows.items()) if flow.rate and flow.left <= flow.rate * _DONE_S]
         for flow in over:
             del self._flows[flow.name]
-        self._holders += len(over)
+        self._holders += sum(flow.newest for flow in over)
         self._later()
         for flow in over:
             flow.done()

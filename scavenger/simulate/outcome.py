@@ -38,9 +38,9 @@ class StepOutcome:
 
 @dataclass(frozen=True, slots=True)
 class EngineOutcome:
-    """One incarnation of a harvested engine. It held its GPUs from `start_s` to `end_s`. -1: never ready, no token.
+    """One incarnation of a harvested engine. It held its GPUs from `start_s` to `end_s`. `ready_s` -1: never ready.
 
-    `why`: "preempted", "given back", "running" (at the simulation's end).
+    `tokens`: that it made, whatever became of them. `why`: "preempted", "given back", "running" (at the simulation's end).
     """
 
     node: str
@@ -48,7 +48,6 @@ class EngineOutcome:
     start_s: float
     end_s: float
     ready_s: float
-    first_token_s: float
     busy_s: float
     tokens: int
     why: str
@@ -115,7 +114,7 @@ class Outcome:
     @property
     def wasted_starts(self) -> int:
         """Engines that were gone before they made a token."""
-        return sum(engine.why != "running" and engine.first_token_s < 0 for engine in self.engines)
+        return sum(engine.why != "running" and not engine.tokens for engine in self.engines)
 
     @property
     def preemptions(self) -> int:

@@ -2,18 +2,25 @@
 
 Others always win: when they take GPUs that ours hold, the engines on that node that started last are preempted, flush within their grace,
 and their jobs are requeued. A job starts `schedule_s` after it was submitted or after GPUs became free. Owns who holds which GPU.
+
+For whom `gates` holds the harvester is the live daemon's with its defaults: `Idling` watches for how long GPUs are idle and how long such
+last, the policy says what an engine saves, each job is submitted for one node, and one whose node does not come moves (`harvest.keep`). It
+begins as a restarted daemon does, with nothing seen. Who has none takes whatever is idle, wherever Slurm puts it.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from scavenger.cluster.model import ClusterView, Job, JobState, Node, Partition, PreemptMode
+from scavenger.config.site import HarvestSection
 from scavenger.errors import SimulationError
 from scavenger.harvest import policy
-from scavenger.harvest.policy import Leaving, OurJob
+from scavenger.harvest.idling import Idling
+from scavenger.harvest.policy import Code, Leaving, Limits, OurJob
 from scavenger.router.events import IntentRevoked, JobGone
 from scavenger.router.machine import Demand
 from scavenger.simulate.engine import Simulation, Timer
@@ -25,6 +32,10 @@ from scavenger.simulate.site_engine import SimEngine
 PARTITION = "scavenge"
 _MIXED, _PARTITIONS = frozenset({"mixed"}), frozenset({PARTITION})
 _CPUS, _MEMORY_MB = 1024, 1 << 24  # never what is short
+_LIVE = HarvestSection()
+_MANY = 1 << 20
+#: However quiet it is, for how long GPUs are idle is told so often: a small part of `idling.PIECE_S`.
+_QUIET_S = 60.0
 
 #: Make an engine for (intent, incarnation, node); it is told when it is built.
 StartEngine = Callable[[str, int, str], SimEngine]
@@ -44,6 +55,8 @@ class _Job:
     why: str = ""  # it leaves
     leaving: Leaving = Leaving.NO
     asked_at: float = 0.0
+    since: float = 0.0  # it waits, or runs
+    pinned: str = ""  # the one node on which it may start
 
     @property
     def waits(self) -> bool:
@@ -51,10 +64,16 @@ class _Job:
 
 
 class SimCluster:
-    """See the module. `engines` lists every incarnation that ended, `levels` who held what."""
+    """See the module. `engines` lists every incarnation that ended, `levels` who held what. `most`: engines at once."""
 
-    def __init__(self, sim: Simulation, daemon: Daemon, fleet: Fleet, start: StartEngine, schedule_s: float, requeue_s: float) -> None:
+    def __init__(
+        self, sim: Simulation, daemon: Daemon, fleet: Fleet, start: StartEngine, schedule_s: float, requeue_s: float, most: int, gates: bool
+    ) -> None:
         self._sim, self._daemon, self._fleet, self._start_engine = sim, daemon, fleet, start
+        self._limits = Limits(PARTITION, most or _MANY, _MANY)
+        self._idling = Idling() if gates else None
+        if gates:
+            self._limits = replace(self._limits, pin=_LIVE.placement == "node", fresh_after_s=_LIVE.fresh_after_s)
         self._schedule_s, self._requeue_s = schedule_s, requeue_s
         self._idle = dict(fleet.initial)  # what others leave
         self._used = dict.fromkeys(fleet.initial, 0)
@@ -64,6 +83,8 @@ class SimCluster:
         self._place_timer: Timer | None = None
         self._changed = True
         self._demand: tuple[tuple[int, int], ...] = ()
+        self._waits = False  # a job of ours, or a demand for GPUs to be old enough: what was decided may be another with time alone
+        self._looked_at = -math.inf
         self.engines: list[EngineOutcome] = []
         self.levels: list[tuple[float, int, int]] = []
         self.decided = 0
@@ -113,7 +134,7 @@ class SimCluster:
         preempted = job.why == "preempted"
         self._daemon.post(JobGone(job.intent_id, job.incarnation, job.why or "given back", crashed=False))
         if preempted and job.leaving is Leaving.NO:
-            job.why, job.eligible_s = "", self._sim.now + self._requeue_s
+            job.why, job.eligible_s, job.since = "", self._sim.now + self._requeue_s, self._sim.now
             self._place_later(self._requeue_s)
         else:
             del self._jobs[job.intent_id]
@@ -125,9 +146,7 @@ class SimCluster:
         assert engine is not None
         self._used[job.node] -= job.gpus
         self.engines.append(
-            EngineOutcome(
-                job.node, job.gpus, job.started_s, self._sim.now, engine.ready_s, engine.first_token_s, engine.busy_s, engine.tokens, why
-            )
+            EngineOutcome(job.node, job.gpus, job.started_s, self._sim.now, engine.ready_s, engine.busy_s, engine.batch.decoded_tokens, why)
         )
         job.engine, job.node = None, ""
 
@@ -146,19 +165,20 @@ class SimCluster:
             self._place_timer = self._sim.at(due, self._place)
 
     def _place(self) -> None:
-        """Start waiting jobs, oldest first, each in the smallest gap that fits."""
+        """Start waiting jobs, oldest first, each on the node that it asked for, or in the smallest gap that fits."""
         self._place_timer = None
         waiting = sorted((job for job in self._jobs.values() if job.waits), key=lambda job: (job.eligible_s, job.intent_id))
         later = [job.eligible_s for job in waiting if job.eligible_s > self._sim.now]
         for job in waiting:
-            gaps = [(idle - self._used[node], node) for node, idle in self._idle.items() if idle - self._used[node] >= job.gpus]
+            nodes = (job.pinned,) if job.pinned else self._idle
+            gaps = [(gap, node) for node in nodes if (gap := self._idle[node] - self._used[node]) >= job.gpus]
             if job.eligible_s <= self._sim.now and gaps:
                 self._start(job, min(gaps)[1])
         if later:
             self._place_later(min(later) - self._sim.now)
 
     def _start(self, job: _Job, node: str) -> None:
-        job.node, job.started_s, job.incarnation = node, self._sim.now, job.incarnation + 1
+        job.node, job.started_s, job.since, job.incarnation = node, self._sim.now, self._sim.now, job.incarnation + 1
         self._used[node] += job.gpus
         if self._used[node] > self._idle[node]:
             raise SimulationError(f"node {node} has {self._idle[node]} idle GPUs and ours hold {self._used[node]}")
@@ -167,26 +187,35 @@ class SimCluster:
 
     # ---------------------------------------------------------------- the harvest driver
 
-    def observe(self, limits: policy.Limits) -> None:
-        """Look at the queue and decide; nothing is looked at again while neither it nor the demand changed."""
+    def observe(self) -> None:
+        """Look at the queue and decide, unless neither it nor the demand changed, and no age matters."""
         demand = self._daemon.router.demand(self._sim.now)
         wanted = tuple((one.run_id, one.engines) for one in demand)
         asked = any(job.leaving is not Leaving.NO for job in self._jobs.values())
-        if not (self._changed or asked or wanted != self._demand):
+        now = self._sim.now
+        aged = self._idling is not None and (self._waits or now - self._looked_at >= _QUIET_S)
+        if not (aged or self._changed or asked or wanted != self._demand):
             return
-        self._changed, self._demand = False, wanted
+        self._changed, self._demand, self._looked_at = False, wanted, now
         self.decided += 1
-        decision = policy.decide(self._view(), demand, self._ours(), limits, self._sim.now)
+        view, limits = self._view(), self._limits
+        if self._idling is not None:
+            self._idling.observe(view, PARTITION, self._used, now)
+            limits = replace(limits, idle=self._idling.known(_LIVE.outlast, now))
+        decision = policy.decide(view, demand, self._ours(), limits, now)
+        self._waits = decision.code is Code.SETTLING or any(job.waits for job in self._jobs.values())
         for action in decision.actions:
             self._perform(action, demand)
 
     def _perform(self, action: policy.Action, demand: Sequence[Demand]) -> None:
         match action:
-            case policy.Submit():
+            case policy.Submit(nodelist=nodelist):
                 self._number += 1
                 intent_id = f"intent-{self._number:06}"
                 run_id = next(one.run_id for one in demand if one.run_id == action.run_id)
-                self._jobs[intent_id] = _Job(intent_id, run_id, self._number, action.gpus, self._sim.now + self._schedule_s)
+                now, pinned = self._sim.now, nodelist[0] if nodelist else ""
+                job = _Job(intent_id, run_id, self._number, action.gpus, now + self._schedule_s, since=now, pinned=pinned)
+                self._jobs[intent_id] = job
                 self._place_later(self._schedule_s)
             case policy.GiveBack(intent_id=intent_id, reason=reason):
                 self._ask_to_leave(intent_id, Leaving.GIVEN_BACK)
@@ -195,9 +224,9 @@ class SimCluster:
                 self._jobs.pop(intent_id, None)
             case policy.Cancel(intent_id=intent_id):
                 self._ask_to_leave(intent_id, Leaving.CANCELLED)
-                job = self._jobs.get(intent_id)
-                if job is not None and job.engine is not None:
-                    self._leave(job, "given back")
+                found = self._jobs.get(intent_id)
+                if found is not None and found.engine is not None:
+                    self._leave(found, "given back")
         self._changed = True
 
     def _ask_to_leave(self, intent_id: str, how: Leaving) -> None:
@@ -210,6 +239,7 @@ class SimCluster:
         jobs = tuple(
             Job(
                 job.job_id, "scavenger", PARTITION, JobState.PENDING if job.waits else JobState.RUNNING, comment=job.intent_id,
+                reason="BeginTime" if job.waits and job.eligible_s > self._sim.now else "", eligible_time=job.eligible_s,
                 nodes=(job.node,) if job.node else (), gpus=job.gpus, gpus_by_node=((job.node, job.gpus),) if job.node else (),
             )
             for job in self._jobs.values()
@@ -225,7 +255,7 @@ class SimCluster:
             found.append(
                 OurJob(
                     job.intent_id, job.run_id, job.job_id, job.gpus, job.waits, job.node, "", job.leaving, job.asked_at,
-                    worker is not None, len(worker.leases) if worker else 0, worker.idle_since if worker else 0.0,
+                    worker is not None, len(worker.leases) if worker else 0, worker.idle_since if worker else 0.0, job.pinned, job.since,
                 )
             )  # fmt: skip
         return found

@@ -112,7 +112,7 @@ class SimEngine:
         self.lost = 0
         self.tokens = 0
         self.busy_s = 0.0
-        self.ready_s = self.first_token_s = -1.0
+        self.ready_s = -1.0
 
     # ---------------------------------------------------------------- life
 
@@ -203,7 +203,7 @@ class SimEngine:
     def _use(self, version: int) -> None:
         if version == self._wanted:  # asked again: a load under way is not disturbed
             if version == self.loaded:
-                self._say(WeightsLoaded(version, root_of(version)))
+                self._say_loaded()
             return
         self._drop(list(self._held))
         self._siblings.clear()
@@ -220,7 +220,11 @@ class SimEngine:
         self.loaded = version
         if self.ready_s < 0:
             self.ready_s = self._sim.now
-        self._say(WeightsLoaded(version, root_of(version)))
+        self._say_loaded()
+
+    def _say_loaded(self) -> None:
+        """With what vLLM says of itself: the tokens for which its KV cache has room, and no best batch, which nobody measured."""
+        self._say(WeightsLoaded(self.loaded, root_of(self.loaded), cache_tokens=self.spec.kv_capacity))
 
     # ---------------------------------------------------------------- leases
 
@@ -325,8 +329,6 @@ class SimEngine:
         if self._busy_since is None:
             self._busy_since = self._sim.now
         happened = self.batch.advance(self._sim.now)
-        if self.first_token_s < 0 and happened:
-            self.first_token_s = happened[0].time_s  # a prefill ended, and gave the first token
         ended = [one.key for one in happened if isinstance(one, Finished)]
         if ended:
             self._ended(ended)

@@ -41,6 +41,7 @@ from scavenger.wire import (
     Sampling,
     SetReserved,
     SubmitGroups,
+    Trained,
     WeightSource,
 )
 
@@ -50,6 +51,8 @@ OWNER = Identity("owner", "owner")
 WINDOW: dict[str, bool | None] = {"open": False, "close": True, "": None}
 _SOURCE = WeightSource("simulated", "", b"")
 PING_S = 20.0
+#: What was trained is told with the next ping, and a live trainer pings every second (`client.PING_S`). The others say nothing new.
+TELL_S = 1.0
 
 
 @dataclass(slots=True)
@@ -104,6 +107,8 @@ class SimTrainer:
         self._poke: Timer | None = None
         self._react_due = False
         self._version = 0
+        self._progress: Trained | None = None
+        self._tell_due = False
         self.reserved_awake = False
         self.stopped = False
 
@@ -126,8 +131,13 @@ class SimTrainer:
 
     def _ping(self) -> None:
         if not self.stopped:
-            self._call(Ping())
+            self._call(Ping(trained=self._progress))
             self._sim.after(PING_S, self._ping)
+
+    def _tell(self) -> None:
+        self._tell_due = False
+        if not self.stopped:
+            self._call(Ping(trained=self._progress))
 
     def _heard(self, message: Message, _lengths: Sequence[int]) -> None:
         match message:
@@ -269,6 +279,10 @@ class SimTrainer:
         under.rounds += 1
         self._compute(seconds, lambda: self._trained(under, groups))
 
+    def _tokens_of(self, group: GroupDone) -> int:
+        """Prompts included."""
+        return self._scenario.prompt_tokens * len(group.samples) + sum(self._lengths[group.group_id])
+
     def _to_training_s(self) -> float:
         return cost.to_training_s(self._scenario.trainer, self._scenario.offload)
 
@@ -287,6 +301,12 @@ class SimTrainer:
         return cost.publish_s(self._scenario.trainer)
 
     def _trained(self, under: Under, groups: int) -> None:
+        waiting = {group.group_id for group in under.ready}
+        past = [self._tokens_of(group) for group in under.done if group.group_id not in waiting]
+        self._progress = Trained(under.step, len(past), sum(past), under.seconds.train)
+        if not self._tell_due:
+            self._tell_due = True
+            self._sim.after(TELL_S, self._tell)
         self._feed(under, [phases.Trained(groups)])
         self._react_later()
         self._act()

@@ -6,12 +6,9 @@ Owns the phases of a start. Knows nothing of fleets and policies. Randomness com
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-
-from scavenger.simulate.links import Flow, finish_times
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +51,7 @@ class ColdStart:
     load_spread: float = 0.0
 
     def draw(self, stream: np.random.Generator, weight_bytes: float) -> Start:
-        """`weight_bytes`: what is loaded from the node's disk; 0 when the weights are pulled instead (`pull_times`)."""
+        """`weight_bytes`: what is loaded from the node's disk; 0 when the weights are pulled instead (`network`)."""
         container, imports = self.container.draw_s(stream), self.imports.draw_s(stream)
         load = Phase(weight_bytes / self.load_bytes_s, self.load_spread).draw_s(stream)
         return Start(container, imports, load, self.compiling.draw_s(stream))
@@ -85,23 +82,3 @@ def pull_bytes(full_bytes: float, version: int, held: int | None, deltas: Deltas
     if held is None or deltas is None or version - held > deltas.depth:
         return full_bytes
     return min(full_bytes, (version - held) * deltas.share * full_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class Pull:
-    """One engine that asks for a version at `start_s`."""
-
-    engine: str
-    start_s: float
-    nbytes: float
-
-
-def pull_times(
-    pulls: Sequence[Pull], source_bytes_s: float, engine_bytes_s: float, relay: bool, holders: int = 0, other: Sequence[Flow] = ()
-) -> dict[str, float]:
-    """When each engine has its version. `relay`: engines that have it serve it on; `holders` have it from the start.
-
-    `other`: what else goes over the source's interface meanwhile; its finish times are returned too, by name.
-    """
-    flows = [Flow(pull.engine, pull.start_s, pull.nbytes, engine_bytes_s, relays=relay) for pull in pulls]
-    return finish_times([*flows, *other], source_bytes_s, relays_bytes_s=holders * engine_bytes_s if relay else 0.0)

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scavenger.simulate.decode import BF16_BYTES, Gpu, Model
-from scavenger.simulate.links import Flow
-from scavenger.simulate.startup import Pull, pull_times
 
 Lengths = Sequence[int]  # tokens of each sequence, prompt and answer
 
@@ -108,11 +106,6 @@ def optimizer_s(spec: TrainerSpec) -> float:
     return spec.model.parameters / spec.ranks * (2 * spec.state_bytes + BF16_BYTES) / spec.gpu.bandwidth_bytes_s
 
 
-def step_s(spec: TrainerSpec, micro_steps: Sequence[Sequence[Lengths]]) -> float:
-    """All micro-steps one after the other, and the optimizer."""
-    return sum(micro_step_s(spec, by_rank) for by_rank in micro_steps) + optimizer_s(spec)
-
-
 def state_bytes_per_gpu(spec: TrainerSpec) -> float:
     """Training state on one GPU: what a reserved engine's KV loses while the state stays (`EngineSpec.with_resident`)."""
     return spec.model.parameters * spec.state_bytes / spec.ranks
@@ -132,16 +125,3 @@ def to_generating_s(spec: TrainerSpec, offload: bool, engine_gpus: int = 1) -> f
 def publish_s(spec: TrainerSpec) -> float:
     """From the optimizer's end to a manifest: each rank casts and hashes its shard."""
     return spec.model.weight_bytes / spec.ranks / spec.hash_bytes_s
-
-
-def load_times(
-    spec: TrainerSpec, pulls: Sequence[Pull], engine_bytes_s: float, relay: bool, holders: int = 0, other_bytes: float = 0.0
-) -> dict[str, float]:
-    """When each engine has the version, all pulls sharing the trainer's interface.
-
-    `other_bytes`: what the trainer sends meanwhile on its own account (a checkpoint, a push to a relay), from the first pull on.
-    """
-    start = min((pull.start_s for pull in pulls), default=0.0)
-    other = [Flow("trainer", start, other_bytes, spec.nic_bytes_s)] if other_bytes else []
-    times = pull_times(pulls, spec.nic_bytes_s, engine_bytes_s, relay, holders, other)
-    return {pull.engine: times[pull.engine] for pull in pulls}

@@ -87,7 +87,7 @@ def test_without_harvested_engines_everything_is_generated_first() -> None:
     plan = solve(at)
     assert plan.awake
     assert plan.close_after_s == NEVER
-    assert plan.now_s == NEVER
+    assert predict(at, 0.0) == NEVER
     assert plan.step_s < NEVER
 
 
@@ -112,7 +112,7 @@ def test_reserved_engines_wake_when_the_harvested_ones_vanish() -> None:
     asleep = replace(situation(harvested=0), awake=False)
     plan = solve(asleep)
     assert plan.awake
-    assert plan.now_s == NEVER
+    assert StepModel(asleep).asleep_s() == NEVER
 
 
 def test_waking_for_the_last_samples_does_not_pay_its_toggle() -> None:
@@ -129,15 +129,16 @@ def test_before_any_sample_is_done_waking_needs_no_margin() -> None:
     for wake_s in (0.0, 0.5, 1.0, 2.0, 4.0, 8.0):
         asleep = replace(at, awake=False, costs=replace(COSTS, wake_s=wake_s))
         plan = solve(asleep)
-        assert plan.awake == (plan.step_s < plan.now_s)
-        assert plan.step_s <= plan.now_s
+        stay_s = StepModel(asleep).asleep_s()
+        assert plan.awake == (plan.step_s < stay_s)
+        assert plan.step_s <= stay_s
 
 
 def test_waking_pays_when_most_is_left_to_few() -> None:
     asleep = replace(situation(groups=16, reserved=8, harvested=1), awake=False)
     plan = solve(asleep)
     assert plan.awake
-    assert plan.step_s < 0.95 * plan.now_s
+    assert plan.step_s < 0.95 * StepModel(asleep).asleep_s()
 
 
 def test_losing_engines_lengthens_the_step() -> None:

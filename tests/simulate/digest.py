@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
-from scavenger.router.policy import Fact, Move, Placement, RouterPolicy, RunView, WindowDecision
+from scavenger.harvest.autoscale import Benefit
+from scavenger.router.policy import Fact, Move, Placement, RouterPolicy, RunView, Weighs, WindowDecision
 from scavenger.simulate import presets, traces
 from scavenger.simulate.contender import Contender
 from scavenger.simulate.driver import simulate
@@ -65,6 +66,9 @@ class Recorder:
             self._into.append((now, "engines", answer))
         self._engines = answer
         return answer
+
+    def benefit(self) -> Benefit | None:
+        return self._policy.benefit() if isinstance(self._policy, Weighs) else None
 
     def observe(self, fact: Fact, now: float) -> None:
         self._policy.observe(fact, now)

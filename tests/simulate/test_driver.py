@@ -57,7 +57,8 @@ def generation_s(spec: EngineSpec, samples: int) -> float:
 
 def training_s(scenario: Scenario) -> float:
     lengths = [PROMPT + LENGTH] * scenario.prompts * scenario.samples
-    return cost.step_s(TRAINER, cost.pack(TRAINER.model, lengths, TRAINER.ranks, scenario.round_tokens)) + cost.publish_s(TRAINER)
+    micro_steps = cost.pack(TRAINER.model, lengths, TRAINER.ranks, scenario.round_tokens)
+    return sum(cost.micro_step_s(TRAINER, ranks) for ranks in micro_steps) + cost.optimizer_s(TRAINER) + cost.publish_s(TRAINER)
 
 
 # ---------------------------------------------------------------- closed forms: alike engines, equal lengths, no preemption
@@ -80,6 +81,17 @@ def test_disaggregated_is_the_pull_and_generation_then_training() -> None:
     expected = pull + load + generation_s(ENGINE, 16) + training_s(EQUAL)
     assert out.steps[-1].harvested == engines
     assert out.steps[-1].seconds == pytest.approx(expected, rel=0.01)
+
+
+def test_pulls_begin_when_a_version_is_published_and_have_the_trainers_interface_for_themselves() -> None:
+    """To publish is to copy and to hash: it takes its time, and nothing of the interface."""
+    scenario = replace(EQUAL, fleet=ALWAYS, max_engines=8, max_batch=64, steps=4)
+    hashing = replace(scenario, trainer=replace(TRAINER, hash_bytes_s=0.5e9))
+    plain, hashed = (simulate(one, DISAGGREGATED).steps[-1] for one in (scenario, hashing))
+    publish_s = cost.publish_s(hashing.trainer)
+    assert publish_s > 3.0
+    assert hashed.publish_s == pytest.approx(publish_s)
+    assert hashed.seconds == pytest.approx(plain.seconds + publish_s)
 
 
 def instant(scenario: Scenario) -> Scenario:

@@ -14,8 +14,7 @@ from scavenger.simulate.oracle import Engine, Group, Step
 from scavenger.simulate.policies.colocated import COLOCATED
 from scavenger.simulate.policies.rlboost import Settings, rlboost
 from scavenger.simulate.published import ROWS, STACK, Quantity, Row, Setting, scenario, steady, throughput
-from scavenger.simulate.startup import Pull
-from scavenger.simulate.trainer_model import load_times, publish_s, to_generating_s, to_training_s
+from scavenger.simulate.trainer_model import publish_s, to_generating_s, to_training_s
 from tests.simulate.one_step import Fixed, Play
 
 
@@ -36,10 +35,9 @@ def step_of(setting: Setting, seed: int = 0) -> Step:
     groups = tuple(
         Group(STACK.prompt_tokens, lengths.group(Streams(seed), 0, prompt, STACK.samples_per_prompt)) for prompt in range(STACK.prompts)
     )
-    pulls = [Pull(f"spot{index}", 0.0, engine.model.weight_bytes) for index in range(setting.pairs)]
-    loaded = load_times(trainer, pulls, STACK.engine_bytes_s, relay=False)
+    loaded_s = engine.model.weight_bytes * max(1 / STACK.engine_bytes_s, setting.pairs / trainer.nic_bytes_s)
     reserved = [Engine(engine, reserved=True)] * (setting.reserved_gpus // STACK.engine_gpus)
-    spot = [Engine(engine, ((loaded[pull.engine], math.inf),)) for pull in pulls]
+    spot = [Engine(engine, ((loaded_s, math.inf),))] * setting.pairs
     toggles = (to_training_s(trainer, STACK.offload_optimizer), to_generating_s(trainer, STACK.offload_optimizer, STACK.engine_gpus))
     return Step(groups, (*reserved, *spot), trainer, STACK.token_budget, *toggles, awake=False, publish_s=publish_s(trainer))
 

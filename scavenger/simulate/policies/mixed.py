@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from scavenger.router.policy import Fact, Move, Placement, RouterPolicy, RunView, WindowDecision
+from scavenger.harvest.autoscale import Benefit
+from scavenger.router.policy import Fact, Move, Placement, RouterPolicy, RunView, Weighs, WindowDecision
 from scavenger.simulate.contender import Contender
 
 
@@ -31,6 +32,9 @@ class Mixed:
     def engines(self, view: RunView, now: float) -> tuple[int, str]:
         return self._growing.engines(view, now)
 
+    def benefit(self) -> Benefit | None:
+        return self._growing.benefit() if isinstance(self._growing, Weighs) else None
+
     def observe(self, fact: Fact, now: float) -> None:
         for one in self._all:
             one.observe(fact, now)
@@ -40,10 +44,10 @@ Maker = Callable[[], RouterPolicy]
 
 
 def mixed(name: str, placing: Maker, seeding: Maker, growing: Maker) -> Contender:
-    """A contender of parts; equal makers share one policy."""
+    """A contender of parts over our harvester; equal makers share one policy."""
 
     def make() -> RouterPolicy:
         made = {maker: maker() for maker in (placing, seeding, growing)}
         return Mixed(made[placing], made[seeding], made[growing])
 
-    return Contender(name, make)
+    return Contender(name, make, gates=True)

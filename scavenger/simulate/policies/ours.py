@@ -17,7 +17,7 @@ def predictive(settings: Settings = _ALL_ON) -> RouterPolicy:
 
 
 def ours(settings: Settings = _ALL_ON, name: str = "ours") -> Contender:
-    return Contender(name, functools.partial(predictive, settings))
+    return Contender(name, functools.partial(predictive, settings), gates=True)
 
 
 OURS = ours()
