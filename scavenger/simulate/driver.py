@@ -26,6 +26,9 @@ from scavenger.simulate.site_trainer import OWNER, RUN, SimTrainer
 from scavenger.simulate.startup import pull_bytes
 from scavenger.wire import SampleKey
 
+#: A step that takes longer, where no time is set for the play to end, never ends: heartbeats and ticks alone would go on for ever.
+STUCK_S = 86_400.0
+
 Progress = Callable[[float, int], None]  # simulated seconds, finished steps
 
 
@@ -82,8 +85,9 @@ class _Site:
         self._beat()
         horizon_s, trainer = scenario.horizon_s, self._trainer
         while not trainer.stopped and sim.next_time() <= horizon_s:
-            if not sim.step():
-                raise SimulationError(f"nothing happens any more at {sim.now:g} s, in step {len(self._steps) + 1}")
+            since = self._steps[-1].end_s if self._steps else 0.0
+            if not sim.step() or (horizon_s == math.inf and sim.now > since + STUCK_S):
+                raise SimulationError(f"step {len(self._steps) + 1} has not ended at {sim.now:g} s, begun at {since:g} s")
         sim.now = min(sim.now, scenario.horizon_s)
         return self._close()
 

@@ -356,6 +356,8 @@ class SimTrainer:
         self._since = self._sim.now
         if not self.stopped:
             then()
+            if self._inbox:  # what came meanwhile: no other message may follow
+                self._react_later()
 
     def _poke_later(self, machine: phases.Step) -> None:
         """The machine waits for nothing but time: tell it when that has passed."""

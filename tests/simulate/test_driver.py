@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from scavenger.errors import ConfigError
+from scavenger.errors import ConfigError, SimulationError
 from scavenger.router.policy import Standard
 from scavenger.router.predictive import Predictive
-from scavenger.simulate import presets
+from scavenger.router.predictive_settings import Settings
+from scavenger.simulate import driver, presets
 from scavenger.simulate import trainer_model as cost
 from scavenger.simulate.contender import Contender
 from scavenger.simulate.decode import EngineSpec
@@ -22,7 +23,7 @@ from scavenger.simulate.outcome import Outcome
 from scavenger.simulate.policies.colocated import COLOCATED
 from scavenger.simulate.policies.disaggregated import DISAGGREGATED
 from scavenger.simulate.policies.even import Even
-from scavenger.simulate.policies.ours import OURS
+from scavenger.simulate.policies.ours import OURS, ours
 from scavenger.simulate.policies.polyrl import POLYRL
 from scavenger.simulate.policies.rlboost import RLBOOST, rlboost
 from scavenger.simulate.policies.rlboost import Settings as RLBoostSettings
@@ -122,6 +123,23 @@ def test_polyrl_hands_out_four_groups_a_second() -> None:
     scenario = replace(instant(EQUAL), prompts=8, fleet=NOBODY, steps=1)
     out = simulate(scenario, replace(POLYRL, sleeps=False, harvest=False))
     assert out.steps[0].seed_s == pytest.approx((8 - 1) / 4 + generation_s(ENGINE, 8), rel=0.01)
+
+
+def test_what_came_during_a_toggle_is_not_left_in_the_inbox() -> None:
+    """The last group of a step and the last change of its fleet, while the trainer takes its state: no other message follows."""
+    scenario = replace(
+        UNEVEN, steps=0, horizon_s=600.0, max_engines=16, prompt_tokens=256, prompts=8, lengths=Lognormal.with_mean(2500, 1.3, 30_000, 0.1),
+        cold_start=ColdStart(Phase(2.0), Phase(1.0), Phase(2.0), 1e12), trainer=replace(TRAINER, sleep_s=5.0, wake_s=60.0),
+    )  # fmt: skip
+    out = simulate(scenario, ours(Settings(price=0.0, least_saving=1e-4)))
+    assert len(out.steps) > 2, "all of the second step's answers had come, and it never ended"
+
+
+def test_a_step_that_never_ends_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heartbeats go on for ever: that something happens proves nothing."""
+    monkeypatch.setattr(driver, "STUCK_S", 100.0)
+    with pytest.raises(SimulationError, match="step 1 has not ended at 105 s, begun at 0 s"):
+        simulate(replace(EQUAL, reserved_engines=1, steps=1), replace(DISAGGREGATED, harvest=False))
 
 
 def test_rlboost_corrects_its_window_by_a_third_of_the_waits_difference() -> None:
