@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import policies
+from benchmarks import ablations, policies, sensitivity
 from benchmarks import policies_table as table
 from scavenger.config.run import ReservedSection
 from scavenger.errors import ConfigError
@@ -81,6 +81,31 @@ def test_without_its_window_ours_is_left_the_rule_that_a_live_run_has() -> None:
     assert without.window == OURS.window == ReservedSection().window
     steps = simulate(small(5, 2), without).steps
     assert all(step.window_s > 0.1 * step.seconds for step in steps), "the window stays open until half of the samples are there"
+
+
+def test_ablations_are_ratios_to_ours_and_distances_from_the_bound() -> None:
+    [first, second] = ablations.units_of("s:m:4", 2)
+    found = {(one, name): ablations.Played(50.0) for one in (first, second) for name in ablations.POLICIES}
+    found[first, "ours"], found[second, "ours"] = ablations.Played(100.0, 1.25, "training"), ablations.Played(50.0)
+    told = list(ablations.table(found, ["s:m:4"], 2))
+    assert told[0] == "| tok/s over ours' | s:m:4 |"
+    assert "| rlboost | 0.750 (0.500 to 1.000) |" in told
+    assert "| ours + rlboost's window | 0.750 (0.500 to 1.000) |" in told
+    assert list(ablations.distances(found, ["s:m:4"], 2))[-1] == "| s:m:4 | - | 1.250, 1 of 2 seeds | - |"
+
+
+def test_a_cell_in_which_ours_is_behind_is_listed_with_its_seeds() -> None:
+    base, wild = sensitivity.Cell(), sensitivity.Cell(volatility=4.0)
+    found = {
+        base: [{"ours": 10.0, "rlboost": 9.0, "polyrl": 0.0}] * 2,
+        wild: [{"ours": 9.0, "rlboost": 10.0, "polyrl": 5.0}, {"ours": 9.5, "rlboost": 10.0, "polyrl": 5.0}],
+    }
+    policies_ = ("ours", "rlboost", "polyrl")
+    told = list(sensitivity.lost(found, policies_))
+    assert told[0] == "ours is behind in 1 of 4 comparisons (2 cells):"
+    assert told[1:] == [f"- {wild.name}: ours / rlboost 0.925 (0.900 to 0.950), behind with 2 of 2 seeds"]
+    assert list(sensitivity.table(found, policies_))[2].endswith("| 2 | 10 (10 to 10) | 1.11 (1.11 to 1.11) | - |")
+    assert len({*sensitivity.along(), *sensitivity.corners()}) == 21 + 32
 
 
 def unit(seed: int = 0) -> table.Unit:
