@@ -108,6 +108,12 @@ def test_a_cell_in_which_ours_is_behind_is_listed_with_its_seeds() -> None:
     assert len({*sensitivity.along(), *sensitivity.corners()}) == 21 + 32
 
 
+def test_on_a_more_volatile_fleet_more_engines_are_lost() -> None:
+    """They were not: the engines of one run sat on the GPUs that nobody ever takes, whatever the rest of the site did."""
+    calm, wild = (simulate(sensitivity.scenario(sensitivity.Cell(volatility=value), 1, 2), OURS) for value in (0.25, 16.0))
+    assert wild.preemptions > calm.preemptions + 2
+
+
 def unit(seed: int = 0) -> table.Unit:
     return table.Unit("s", "m", 4, seed)
 
