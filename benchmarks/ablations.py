@@ -24,7 +24,8 @@ from scavenger.simulate.driver import simulate
 from scavenger.simulate.oracle_site import SiteBound
 from scavenger.simulate.outcome import StepOutcome
 from scavenger.simulate.play import contender
-from scavenger.simulate.policies.registry import ABLATIONS, MIXTURES
+from scavenger.simulate.policies.ours import ABLATIONS
+from scavenger.simulate.policies.registry import MIXTURES
 from scavenger.simulate.scenario import Scenario
 
 CELLS = "earth-volatile:Qwen3-8B:4,spot-volatile:Qwen3-14B:0,earth-median:Qwen3-32B:8"

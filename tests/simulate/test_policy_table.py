@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import ablations, policies, sensitivity
+from benchmarks import ablations, policies, policies_cells, sensitivity
 from benchmarks import policies_table as table
 from scavenger.config.run import ReservedSection
 from scavenger.errors import ConfigError
@@ -28,7 +28,7 @@ def result(tokens_per_s: float) -> table.Result:
 
 
 def test_six_segments_are_fixed_and_the_last_of_each_trace_is_its_most_volatile() -> None:
-    described = json.loads(policies.SEGMENTS.read_text())
+    described = json.loads(policies_cells.SEGMENTS.read_text())
     by_trace: dict[str, list[int]] = {}
     for one in described["segments"]:
         by_trace.setdefault(one["trace"], []).append(one["reclaimed"])
@@ -259,10 +259,10 @@ def test_an_ended_table_goes_on_from_what_is_kept_and_leaves_out_half_a_line(tmp
         file.write(answer(third)[:40])
     again = policies.Kept(path, ["ours"])
     assert again.found == kept.found == {unit: {"ours": result(20.0 + unit.seed)} for unit in (first, second)}
-    policies.run(asked, again, [answer(third, policies.code_of())], 1, 3)
+    policies.run(asked, again, [answer(third, policies_cells.code_of())], 1, 3)
     last = policies.Kept(path, ["ours"])
     assert list(last.found) == [first, second, third]
-    assert last.others(policies.code_of()) == dict.fromkeys((first, second), "commit abc")
+    assert last.others(policies_cells.code_of()) == dict.fromkeys((first, second), "commit abc")
     assert "**2 of 3 units, marked \\*, were not played by this code: 2 by commit abc.**" in policies.told(asked, last, 3)
 
 
