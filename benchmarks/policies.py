@@ -9,7 +9,8 @@ starts, so ratios are taken seed by seed. Colocated, which uses no fleet, is pla
 unit after the other, seed by seed, so that an unfinished table has all cells. What they find is kept in `--keep FILE`, unit by unit: ended
 at any moment, by whatever, the same command goes on from there.
 
-The page ends with the rows that miss a goal (`policies_table.GOALS`), each with the reason and where the step's seconds went.
+The page has the rows that miss a goal (`policies_table.GOALS`), each with the reason and where the step's seconds went, and the starts of
+engines. Units that another code played than this tree's are marked, and played again with `--again`.
 """
 
 from __future__ import annotations

@@ -294,8 +294,8 @@ def cpu(found: Found, policies: Sequence[str]) -> str:
 
 #: What the figures rest on, and no column says.
 RESTS_ON = (
-    "- Cold starts are warm: the site's compile cache is filled, and an engine takes a median of 60 s until it pulls weights"
-    " (`presets.WARM_CACHE`; nothing compiled before: 96 s).",
+    "- Cold starts are warm: the site's compile cache is filled, and an engine takes a median of 60 s beside loading its weights"
+    " (`presets.WARM_CACHE`; with nothing compiled before 96 s).",
     "- Weights go by TCP, from the trainer and on from engines that have them (a relay), for all policies alike.",
     "- On the Earth segments all seeds meet the same fleet: the interval holds answer lengths and cold starts, and says nothing of other"
     " fleets. On the spot segments which instance goes is drawn by the seed too.",
