@@ -9,110 +9,32 @@ starts, so ratios are taken seed by seed. Colocated, which uses no fleet, is pla
 unit after the other, seed by seed, so that an unfinished table has all cells. What they find is kept in `--keep FILE`, unit by unit: ended
 at any moment, by whatever, the same command goes on from there.
 
-The page ends with the rows that miss a goal (`policies_table.GOALS`), each with the reason and where the step's seconds went.
+The page has the rows that miss a goal (`policies_table.GOALS`), each with the reason and where the step's seconds went, and the starts of
+engines. Units that another code played than this tree's are marked, and played again with `--again`.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import functools
 import gc
-import hashlib
 import json
 import os
 import queue
 import signal
-import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
+from benchmarks.policies_cells import CAPS, MODELS, ROOT, SEGMENTS, Alone, code_of, commit_of, play
 from benchmarks.policies_table import COMPARED, Found, Result, Unit, cpu, page
 from scavenger.errors import ConfigError
-from scavenger.simulate import traces
-from scavenger.simulate.clairvoyant_site import clairvoyant
-from scavenger.simulate.driver import simulate
-from scavenger.simulate.engine import Streams
-from scavenger.simulate.fleet import Fleet
-from scavenger.simulate.lengths import Remembered
-from scavenger.simulate.outcome import Outcome
-from scavenger.simulate.policies.registry import CONTENDERS
-from scavenger.simulate.published import STACK, Setting, scenario
-from scavenger.simulate.scenario import Scenario
-
-ROOT = Path(__file__).resolve().parents[1]
-SEGMENTS = Path(__file__).with_name("segments.json")
-MODELS = {"Qwen3-8B": 8, "Qwen3-14B": 8, "Qwen3-32B": 16}  # -> reserved GPUs
-CAPS = (1, 2, 4, 8, 0)  # pairs; 0 = uncapped
-UNCAPPED = 128
-#: A live daemon's heartbeats come every second or so, and Slurm is looked at as often as the site allows: for all policies alike.
-HEARTBEAT_S = OBSERVE_S = 10.0
-EARTH_END_S = 72 * 3600.0
-PRICES = (10.47, 2.66)  # dollars an hour of a reserved and of a harvested GPU
-
-
-def fleet_of(folder: Path, name: str, seed: int) -> Fleet:
-    """The segment's fleet. Of spot instances the trace has only the number: which one goes is drawn by the seed."""
-    described = json.loads(SEGMENTS.read_text())
-    one = next(one for one in described["segments"] if one["name"] == name)
-    path = folder / one["trace"]
-    if "source" in one:
-        whole = traces.read_spot(path, one["source"], STACK.engine_gpus, Streams(seed).stream("instances"))
-    else:
-        whole = traces.read_nodes(path, 8, EARTH_END_S)
-    return whole.segment(one["start_s"], described["length_s"])
-
-
-@functools.cache
-def lengths_of(setting: Setting) -> Remembered:
-    return Remembered(setting.lengths())
-
-
-def scenario_of(unit: Unit, fleet: Fleet) -> Scenario:
-    """The published setting over the whole segment, with as many engines as the cell allows; weights are relayed, for all policies."""
-    setting = Setting(unit.model, MODELS[unit.model])
-    return replace(
-        scenario(setting, fleet, steps=0, seed=unit.seed), max_engines=unit.pairs or UNCAPPED, relay=True, heartbeat_s=HEARTBEAT_S,
-        observe_s=OBSERVE_S, lengths=lengths_of(setting),
-    )  # fmt: skip
-
-
-def result_of(out: Outcome, cpu_s: float) -> Result:
-    reserved, harvested = PRICES
-    parts = ("seed_s", "wait_s", "train_s")
-    seed_s, wait_s, train_s = (statistics.mean([getattr(step, part) for step in out.steps] or [0.0]) for part in parts)
-    return Result(
-        out.tokens_per_s, out.tokens_per_dollar(reserved, harvested), out.tokens_per_dollar(reserved, 0.0), len(out.steps), out.starts,
-        out.wasted_starts, out.preemptions, out.harvested_gpu_hours, out.step_seconds / max(1, len(out.steps)),
-        seed_s, wait_s, train_s, cpu_s=cpu_s,
-    )  # fmt: skip
-
-
-Alone = dict[tuple[str, int], Result]
-
-
-def play(unit: Unit, folder: Path, policies: Sequence[str], alone: Alone) -> dict[str, Result]:
-    """`alone`: what colocated did by model and seed; added to."""
-    cell = scenario_of(unit, fleet_of(folder, unit.segment, unit.seed))
-    found = {}
-    for name in policies:
-        known = alone.get((unit.model, unit.seed)) if name == "colocated" else None
-        if known is not None:
-            found[name] = replace(known, cpu_s=0.0)
-            continue
-        started = time.process_time()
-        out = simulate(cell, clairvoyant(cell) if name == "clairvoyant" else CONTENDERS[name])
-        found[name] = result_of(out, time.process_time() - started)
-    if "colocated" in found:
-        alone[unit.model, unit.seed] = found["colocated"]
-    return found
-
+from scavenger.simulate.play import KNOWN
 
 # ---------------------------------------------------------------- processes
 
@@ -120,23 +42,13 @@ def play(unit: Unit, folder: Path, policies: Sequence[str], alone: Alone) -> dic
 def work(folder: Path, policies: Sequence[str]) -> None:
     """A worker process: units come as JSON lines, results leave as JSON lines."""
     alone: Alone = {}
-    code = code_of()
+    code, commit = code_of(), commit_of()
     gc.freeze()
     gc.set_threshold(200_000, 20, 100)  # samples live for a step, and name no cycle that is not taken apart
     for line in sys.stdin:
         unit = Unit(**json.loads(line))
         found = {name: asdict(one) for name, one in play(unit, folder, policies, alone).items()}
-        print(json.dumps({"unit": asdict(unit), "found": found, "code": code}), flush=True)
-
-
-@functools.cache
-def code_of() -> str:
-    """What a unit's result depends on besides the traces: the modules that are played, and the scenario."""
-    played = [path for part in ("router", "harvest", "simulate") for path in ROOT.glob(f"scavenger/{part}/**/*.py")]
-    told = hashlib.blake2b(digest_size=8)
-    for path in sorted([*played, ROOT / "scavenger/phases.py", SEGMENTS, Path(__file__)]):
-        told.update(path.read_bytes())
-    return told.hexdigest()
+        print(json.dumps({"unit": asdict(unit), "found": found, "code": code, "commit": commit}), flush=True)
 
 
 def spread(units: Sequence[Unit], jobs: int, argv: Sequence[str]) -> Iterator[str]:
@@ -195,11 +107,14 @@ def _feed(worker: subprocess.Popen[str], todo: deque[Unit], lines: queue.Queue[s
 
 
 class Kept:
-    """Results by unit, and the file that has them: each is there before the next is asked for. `codes`: by what code they were made."""
+    """Results by unit, and the file that has them: each is there before the next is asked for.
+
+    `codes`: by what code each was made, and its commit where it is known.
+    """
 
     def __init__(self, path: Path | None, policies: Sequence[str]) -> None:
         self.found: Found = {}
-        self.codes: set[str] = set()
+        self.codes: dict[Unit, tuple[str, str]] = {}
         self._path, self._policies = path, policies
         if path is None or not path.exists():
             return
@@ -228,7 +143,11 @@ class Kept:
         if missing:
             raise ConfigError(f"{where} was played without {missing[0]}", "give --keep another file, or name its policies with --policy")
         self.found[unit] = found
-        self.codes.add(one.get("code", ""))
+        self.codes[unit] = one.get("code", ""), one.get("commit", "")
+
+    def others(self, code: str) -> dict[Unit, str]:
+        """Units that were played by other code than this, and by which."""
+        return {unit: f"commit {commit}" if commit else f"code {made}" for unit, (made, commit) in self.codes.items() if made != code}
 
 
 # ---------------------------------------------------------------- the command
@@ -251,33 +170,36 @@ def parsed(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".md"))
     parser.add_argument("--keep", type=Path, help="file of results: read first, added to unit by unit")
     parser.add_argument("--no-run", action="store_true", help="play nothing: the page of what --keep has")
+    parser.add_argument("--again", action="store_true", help="play again what another code played")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args(words)
     asked.traces = asked.traces.resolve()
     asked.policies = asked.policy.split(",")
-    unknown = [name for name in asked.policies if name not in CONTENDERS and name != "clairvoyant"]
+    unknown = [name for name in asked.policies if name not in KNOWN]
     if unknown:
-        parser.error(f"no policy {unknown[0]!r}: there are {', '.join([*CONTENDERS, 'clairvoyant'])}")
+        parser.error(f"no policy {unknown[0]!r}: there are {', '.join(KNOWN)}")
     return asked
 
 
-def run(asked: argparse.Namespace, kept: Kept, answers: Iterable[str], units: int) -> None:
-    """Keep what comes, and tell how far it is. `units`: of the whole table."""
-    started, before = time.monotonic(), len(kept.found)
-    for line in answers:
+def run(asked: argparse.Namespace, kept: Kept, answers: Iterable[str], todo: int, units: int) -> None:
+    """Keep what comes, and tell how far it is. `todo`: answers to come; `units`: of the whole table."""
+    started, before = time.monotonic(), units - todo
+    for done, line in enumerate(answers, 1):
         kept.add(line)
-        passed, done = time.monotonic() - started, len(kept.found) - before
-        left_s = passed / done * (units - len(kept.found))
-        print(f"{len(kept.found)} of {units} units, {passed / 60:.1f} min, {left_s / 60:.0f} min to go", file=sys.stderr)
+        passed = time.monotonic() - started
+        left_s = passed / done * (todo - done)
+        print(f"{before + done} of {units} units, {passed / 60:.1f} min, {left_s / 60:.0f} min to go", file=sys.stderr)
 
 
 def told(asked: argparse.Namespace, kept: Kept, units: int) -> list[str]:
     """How the page came about."""
     size = "--reduced" if asked.reduced else f"--seeds {asked.seeds}"
     lines = [f"`python -m benchmarks.policies --traces DIR --keep FILE {size} --jobs {asked.jobs}`: {len(kept.found)} of {units} units,"]
-    lines += [f"{cpu(kept.found, asked.policies)}."]
-    if len(kept.codes) > 1:
-        lines += ["", f"**These units were played by {len(kept.codes)} versions of the code.**"]
+    lines += [f"{cpu(kept.found, asked.policies)}. This tree: commit {commit_of() or 'unknown'}, code {code_of()}."]
+    others = Counter(kept.others(code_of()).values())
+    if others:
+        told_ = "; ".join(f"{number} by {name}" for name, number in sorted(others.items()))
+        lines += ["", f"**{sum(others.values())} of {len(kept.found)} units, marked \\*, were not played by this code: {told_}.**"]
     return lines
 
 
@@ -288,17 +210,19 @@ def main() -> None:
         return
     kept = Kept(asked.keep, asked.policies)
     units = units_of(asked)
-    todo = [] if asked.no_run else [unit for unit in units if unit not in kept.found]
+    stale = kept.others(code_of())
+    todo = [] if asked.no_run else [unit for unit in units if unit not in kept.found or (asked.again and unit in stale)]
     argv = [sys.executable, "-m", "benchmarks.policies", "--traces", str(asked.traces), "--policy", asked.policy, "--worker"]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         if todo:
-            run(asked, kept, spread(todo, max(1, min(asked.jobs, len(todo))), argv), len(units))
+            run(asked, kept, spread(todo, max(1, min(asked.jobs, len(todo))), argv), len(todo), len(units))
     except KeyboardInterrupt:
         raise SystemExit(f"{len(kept.found)} of {len(units)} units are kept in {asked.keep}: the same command goes on from there") from None
     if not kept.found:
         raise SystemExit("there is no unit yet: run without --no-run")
-    text = page(kept.found, asked.policies, f"{datetime.date.today():%B %Y}", told(asked, kept, len(units)))
+    month, lines, others = f"{datetime.date.today():%B %Y}", told(asked, kept, len(units)), kept.others(code_of()).keys()
+    text = page(kept.found, asked.policies, month, lines, others)
     asked.out.write_text(text)
     print(text)
 

@@ -1,18 +1,21 @@
-"""The table of policies as text: rows with 95 % confidence, goals, and each miss with its reason. Pure.
+"""The table of policies as text: rows with 95 % confidence, goals, each miss with its reason, and engines' starts. Pure.
 
-Owns what a unit and its result are, and the words of `policies.md`. Knows nothing of simulations, processes and files.
+The goals' reference is, unit by unit, the better of two feasible schedules: the clairvoyant scheduler's and ours, which who knows
+everything could have played too. Owns what a unit and its result are, and the words of `policies.md`. Knows nothing of how one is played.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
+from scavenger.simulate.comparison import estimate
+
 COMPARED = ("colocated", "polyrl", "rlboost", "ours", "clairvoyant")
-# Student's t for two-sided 95 %, by degrees of freedom; beyond the table the normal's.
-T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+FEASIBLE = ("clairvoyant", "ours")
+GAP = 1.01  # of the reference over colocated, from which on there is a gap to close
 PARTS = ("window_s", "wait_s", "train_s")
 
 
@@ -45,7 +48,10 @@ class Result:
     cpu_s: float = 0.0  # that it took to play; 0: it was known already
 
 
+By = Mapping[str, Result]  # what each policy did in one unit
+Figure = Callable[[By], float]  # NaN where there is none
 Found = dict[Unit, dict[str, Result]]
+Cell = tuple[str, str, int]  # segment, model, pairs
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -53,101 +59,138 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def interval(values: Sequence[float]) -> str:
-    """Mean and half the width of its 95 % confidence interval over seeds, of those seeds for which there is a value."""
-    values = [value for value in values if not math.isnan(value)]
-    if not values:
+    """Mean and half the width of its 95 % confidence interval over the seeds that have a value; how many, where not all have one."""
+    there = [value for value in values if not math.isnan(value)]
+    if not there:
         return "-"
-    mean = statistics.mean(values)
-    digits = 0 if mean >= 1000 else 2
-    if len(values) < 2:
-        return f"{mean:,.{digits}f}"
-    freedom = len(values) - 1
-    t = T95[freedom - 1] if freedom <= len(T95) else 1.96
-    return f"{mean:,.{digits}f} ± {t * statistics.stdev(values) / math.sqrt(len(values)):,.{digits}f}"
+    found = estimate(there)
+    digits = 0 if found.value >= 1000 else 2
+    told = f"{found.value:,.{digits}f}" + (f" ± {found.high - found.value:,.{digits}f}" if len(there) > 1 else "")
+    return told + (f" ({len(there)} of {len(values)} seeds)" if len(there) < len(values) else "")
 
 
-def gap_closed(by_name: Mapping[str, Result]) -> float:
-    """(ours - colocated) / (clairvoyant - colocated) in tokens a second. NaN where there is no gap to close."""
-    ours, colocated, best = (by_name[name].tokens_per_s for name in ("ours", "colocated", "clairvoyant"))
-    return (ours - colocated) / (best - colocated) if best > 1.01 * colocated else math.nan
+def reference(by: By) -> Result:
+    """The faster of the two feasible schedules."""
+    return max((by[name] for name in FEASIBLE), key=lambda one: one.tokens_per_s)
 
 
-def _ratio(first: str, second: str) -> Callable[[Mapping[str, Result]], float]:
-    def of(found: Mapping[str, Result]) -> float:
-        slower = found[second].tokens_per_s  # 0: not one whole step in two hours (32B over one pair)
-        return found[first].tokens_per_s / slower if slower > 0 else math.nan
-
-    return of
+def gap_closed(by: By) -> float:
+    """(ours - colocated) / (reference - colocated) in tokens a second, 1 at most. NaN where there is no gap to close."""
+    ours, colocated, best = by["ours"].tokens_per_s, by["colocated"].tokens_per_s, reference(by).tokens_per_s
+    return (ours - colocated) / (best - colocated) if best > GAP * colocated else math.nan
 
 
-def _throughput_of(name: str) -> Callable[[Mapping[str, Result]], float]:
-    return lambda found: found[name].tokens_per_s
+def _over(value: float, base: float) -> float:
+    return value / base if base > 0 else math.nan  # 0: not one whole step in two hours (32B over one pair)
 
 
-def rows(found: Found, policies: Sequence[str]) -> Iterator[str]:
-    columns: list[tuple[str, Callable[[Mapping[str, Result]], float]]] = []
+def _ratio(first: str, second: str) -> Figure:
+    return lambda by: _over(by[first].tokens_per_s, by[second].tokens_per_s)
+
+
+def _best_over(second: str) -> Figure:
+    return lambda by: _over(reference(by).tokens_per_s, by[second].tokens_per_s)
+
+
+def _per_dollar(name: str) -> Figure:
+    return lambda by: _over(by[name].tokens_per_dollar, by["colocated"].tokens_per_dollar)
+
+
+def _best_per_dollar(by: By) -> float:
+    """Of either schedule the one that makes more of a dollar."""
+    return max(_per_dollar(name)(by) for name in FEASIBLE)
+
+
+def _throughput_of(name: str) -> Figure:
+    return lambda by: by[name].tokens_per_s
+
+
+def rows(found: Found, policies: Sequence[str], others: Set[Unit] = frozenset()) -> Iterator[str]:
+    """`others`: units that another code played."""
+    columns: list[tuple[str, Figure]] = []
     columns += [(f"{name} tok/s", _throughput_of(name)) for name in policies]
     if "ours" in policies:
         columns += [(f"ours / {name}", _ratio("ours", name)) for name in policies if name != "ours"]
         if {"colocated", "clairvoyant"} <= set(policies):
             columns.append(("gap closed", gap_closed))
         if "colocated" in policies:
-            columns.append(("tokens/$ over colocated", lambda by: by["ours"].tokens_per_dollar / by["colocated"].tokens_per_dollar))
-            columns.append(("the same at no price", lambda by: by["ours"].tokens_per_dollar_free / by["colocated"].tokens_per_dollar_free))
+            columns.append(("tokens/$ over colocated", _per_dollar("ours")))
+            columns.append(
+                ("the same at no price", lambda by: _over(by["ours"].tokens_per_dollar_free, by["colocated"].tokens_per_dollar_free))
+            )
     yield "| segment | model | pairs | seeds | " + " | ".join(name for name, _ in columns) + " |"
     yield "| --- " * (4 + len(columns)) + "|"
-    for (segment, model, pairs), by_seed in _cells(found).items():
+    stale = {(unit.segment, unit.model, unit.pairs) for unit in others}
+    for cell, by_seed in _cells(found).items():
         values = [interval([of(one) for one in by_seed]) for _, of in columns]
-        yield f"| {segment} | {model} | {pairs or 'all'} | {len(by_seed)} | " + " | ".join(values) + " |"
+        yield f"| {_named(cell)} | {len(by_seed)}{STALE if cell in stale else ''} | " + " | ".join(values) + " |"
+
+
+#: Marks a cell of which some unit was played by another code than the page's.
+STALE = "\\*"
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """A figure that shall be at least `least` wherever the clairvoyant reaches `allowed` of what `of_best` says.
+    """A figure that shall be at least `least` in the cells where the reference's, `of_best`, is `allowed` or more (0: everywhere).
 
-    `same`: `of_best` is that figure of the clairvoyant, so that who knows everything may miss the goal itself.
+    `same`: `of_best` is the same figure of the reference, so that who knows everything may miss the goal itself.
     """
 
     name: str
-    figure: Callable[[Mapping[str, Result]], float]
+    figure: Figure
     least: float
-    of_best: Callable[[Mapping[str, Result]], float]
+    of_best: Figure
     allowed: float
     same: bool = True
 
-
-def _per_dollar(name: str) -> Callable[[Mapping[str, Result]], float]:
-    return lambda by: by[name].tokens_per_dollar / by["colocated"].tokens_per_dollar
+    @property
+    def told(self) -> str:
+        where = f", where the reference has {self.allowed:g} or more" if self.allowed and self.same else ""
+        return f"{self.name} >= {self.least:g}{where}"
 
 
 GOALS = (
-    Goal("gap closed", gap_closed, 0.9, lambda by: by["clairvoyant"].tokens_per_s / by["colocated"].tokens_per_s, 1.01, same=False),
-    Goal("ours / rlboost", _ratio("ours", "rlboost"), 1.15, _ratio("clairvoyant", "rlboost"), 1.15),
-    Goal("ours / polyrl", _ratio("ours", "polyrl"), 1.3, _ratio("clairvoyant", "polyrl"), 1.3),
-    Goal("ours / colocated", _ratio("ours", "colocated"), 2.2, _ratio("clairvoyant", "colocated"), 2.4),
-    Goal("tokens/$ over colocated", _per_dollar("ours"), 1.6, _per_dollar("clairvoyant"), 0.0),
+    Goal("gap closed", gap_closed, 0.9, _best_over("colocated"), GAP, same=False),
+    Goal("ours / rlboost", _ratio("ours", "rlboost"), 1.15, _best_over("rlboost"), 1.15),
+    Goal("ours / polyrl", _ratio("ours", "polyrl"), 1.3, _best_over("polyrl"), 1.3),
+    Goal("ours / colocated", _ratio("ours", "colocated"), 2.2, _best_over("colocated"), 2.4),
+    Goal("tokens/$ over colocated", _per_dollar("ours"), 1.6, _best_per_dollar, 0.0),
 )
 
 
 def missed(found: Found) -> Iterator[str]:
-    """Goals by cell: met, missed, or out of the clairvoyant's reach; and each that is not met, with its figures and the reason."""
-    lines, counts = [], {goal.name: [0, 0, 0] for goal in GOALS}
-    for (segment, model, pairs), by_seed in _cells(found).items():
+    """Goals by cell: met, missed, not asked, or without a figure; and each that is not met, with its figures and the reason."""
+    lines: list[str] = []
+    none: dict[str, list[str]] = {}
+    counts = {goal.name: [0, 0, 0, 0] for goal in GOALS}
+    for cell, by_seed in _cells(found).items():
         for goal in GOALS:
-            figures, best = ([value for one in by_seed if not math.isnan(value := of(one))] for of in (goal.figure, goal.of_best))
-            if not figures:  # no gap to close with any seed
+            both = [
+                (figure, best)
+                for one in by_seed
+                if not math.isnan(figure := goal.figure(one)) and not math.isnan(best := goal.of_best(one))
+            ]
+            if not both:
+                counts[goal.name][3] += 1
+                none.setdefault(_comma(cell), []).append(goal.name)
                 continue
-            met, allowed = _mean(figures) >= goal.least, _mean(best) >= goal.allowed
-            counts[goal.name][0 if met else 1 if allowed else 2] += 1
+            figures, best = [figure for figure, _ in both], _mean([best for _, best in both])  # over the same seeds
+            met, asked = _mean(figures) >= goal.least, best >= goal.allowed
+            counts[goal.name][0 if met else 1 if asked else 2] += 1
             if not met:
-                told = f"{interval(figures)} of {goal.least:g} (clairvoyant {_mean(best):.2f})"
-                why = _reason(by_seed, goal, _mean(best))
-                lines.append(f"| {segment} | {model} | {pairs or 'all'} | {goal.name} | {told} | {why} | {_seconds(by_seed)} |")
-    yield "| goal | cells that meet it | miss it | miss it where the clairvoyant does |"
-    yield "| --- | --- | --- | --- |"
+                blank = [math.nan] * (len(by_seed) - len(both))
+                told = f"{interval([*figures, *blank])} of {goal.least:g} (reference {best:.2f})"
+                why = _reason(by_seed, goal, best)
+                lines.append(f"| {_named(cell)} | {goal.name} | {told} | {why} | {_seconds(by_seed)} |")
+    yield "| goal | cells that meet it | miss it | are under it, and not asked: the reference has too little | have no figure |"
+    yield "| --- | --- | --- | --- | --- |"
     for goal in GOALS:
-        met_, missed_, beyond = counts[goal.name]
-        yield f"| {goal.name} >= {goal.least:g} | {met_} | {missed_} | {beyond} |"
+        yield f"| {goal.told} | " + " | ".join(map(str, counts[goal.name])) + " |"
+    if none:
+        yield ""
+        cells = "; ".join(f"{cell} ({', '.join(names)})" for cell, names in none.items())
+        yield f"No figure: the other policy ended no step, or of the gap, that there is none to close. {cells}."
     if lines:
         yield ""
         yield "| segment | model | pairs | goal | reached | why | a step's seconds: all = window + wait + train + rest |"
@@ -155,36 +198,90 @@ def missed(found: Found) -> Iterator[str]:
         yield from lines
 
 
-def _cells(found: Found) -> dict[tuple[str, str, int], list[Mapping[str, Result]]]:
-    cells: dict[tuple[str, str, int], list[Mapping[str, Result]]] = {}
+def ahead(found: Found) -> str:
+    """How often ours was the reference."""
+    ratios = {unit: _ratio("ours", "clairvoyant")(by) for unit, by in found.items()}
+    more = {unit: ratio for unit, ratio in ratios.items() if ratio > 1}
+    told = f"Ours was ahead of the clairvoyant scheduler in {len(more)} of {len(found)} units"
+    if more:
+        most = max(more, key=lambda unit: more[unit])
+        told += f", by {more[most] - 1:.1%} at most ({_comma((most.segment, most.model, most.pairs))}, seed {most.seed})"
+    return told + "."
+
+
+def starts(found: Found, policies: Sequence[str]) -> Iterator[str]:
+    """Engine starts, the share of them that ended before a token, and preemptions: means over seeds, a column for each cap."""
+    cells = _cells(found)
+    caps = sorted({pairs for _, _, pairs in cells}, key=lambda pairs: pairs or math.inf)
+    yield "| segment | model | policy | " + " | ".join(f"{pairs or 'all'} pairs" if pairs != 1 else "1 pair" for pairs in caps) + " |"
+    yield "| --- " * (3 + len(caps)) + "|"
+    for segment, model in dict.fromkeys((segment, model) for segment, model, _ in cells):
+        for name in policies:
+            told = [_started([by[name] for by in cells.get((segment, model, pairs), ())]) for pairs in caps]
+            yield f"| {segment} | {model} | {name} | " + " | ".join(told) + " |"
+    yield ""
+    for name in policies:
+        all_, wasted = (sum(getattr(by[name], what) for by in found.values()) for what in ("starts", "wasted"))
+        yield f"- {name}: {_share(wasted, all_)} of all {all_:,} starts were wasted (wanted: under 5 %)"
+
+
+def _started(results: Sequence[Result]) -> str:
+    if not results:
+        return ""
+    all_, wasted = (sum(getattr(one, what) for one in results) for what in ("starts", "wasted"))
+    return f"{all_ / len(results):.0f}, {_share(wasted, all_)}, {_mean([one.preemptions for one in results]):.0f}"
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.0f} %" if whole else "-"
+
+
+def _cells(found: Found) -> dict[Cell, list[By]]:
+    cells: dict[Cell, list[By]] = {}
     for unit in sorted(found):
         cells.setdefault((unit.segment, unit.model, unit.pairs), []).append(found[unit])
     return cells
 
 
-def _parts(by_seed: Sequence[Mapping[str, Result]], name: str) -> tuple[float, ...]:
+def _words(cell: Cell) -> tuple[str, str, int | str]:
+    segment, model, pairs = cell
+    return segment, model, pairs or "all"
+
+
+def _comma(cell: Cell) -> str:
+    return ", ".join(map(str, _words(cell)))
+
+
+def _named(cell: Cell) -> str:
+    return " | ".join(map(str, _words(cell)))
+
+
+def _parts(results: Sequence[Result]) -> tuple[float, ...]:
     """Seconds of a step, and of its window, waiting, training and the rest."""
-    whole, *parts = [_mean([getattr(one[name], part) for one in by_seed]) for part in ("step_s", *PARTS)]
+    whole, *parts = [_mean([getattr(one, part) for one in results]) for part in ("step_s", *PARTS)]
     return whole, *parts, whole - sum(parts)
 
 
-def _reason(by_seed: Sequence[Mapping[str, Result]], goal: Goal, best: float) -> str:
-    """Who knows everything misses it too, or where ours spends most more of a step than that one does."""
-    if best < max(goal.allowed, goal.least if goal.same else 0.0):
-        return "out of the clairvoyant's reach"
-    whole, *more = [mine - its for mine, its in zip(_parts(by_seed, "ours"), _parts(by_seed, "clairvoyant"), strict=True)]
+def _reason(by_seed: Sequence[By], goal: Goal, best: float) -> str:
+    """The reference has too little itself, or where ours spends most more of a step than it does."""
+    if goal.same and best < goal.least:
+        return "out of reach: the reference has less too"
+    if best < goal.allowed:
+        return f"not asked: the reference has less than {goal.allowed:g}"
+    mine, its = [by["ours"] for by in by_seed], [reference(by) for by in by_seed]
+    whole, *more = [my - its_ for my, its_ in zip(_parts(mine), _parts(its), strict=True)]
     most, part = max(zip(more, ("its window", "waiting for groups", "training", "toggles, update and publication"), strict=True))
-    why = f"a step takes {whole:.0f} s more than the clairvoyant's, {part} {most:.0f} s"
+    why = f"a step takes {whole:.0f} s more than the reference's, {part} {most:.0f} s"
     if goal.name.startswith("tokens/$"):
-        held = [_mean([one[name].harvested_gpu_hours for one in by_seed]) for name in ("ours", "clairvoyant")]
-        why += f"; {held[0]:.0f} harvested GPU-hours, the clairvoyant {held[1]:.0f}"
+        held = [_mean([one.harvested_gpu_hours for one in results]) for results in (mine, its)]
+        why += f"; {held[0]:.0f} harvested GPU-hours, the reference {held[1]:.0f}"
     return why
 
 
-def _seconds(by_seed: Sequence[Mapping[str, Result]]) -> str:
+def _seconds(by_seed: Sequence[By]) -> str:
     told = []
     for name in ("ours", "clairvoyant", "rlboost"):
-        whole, window, wait, train, rest = _parts(by_seed, name)
+        whole, window, wait, train, rest = _parts([by[name] for by in by_seed])
         told.append(f"{name} {whole:.0f} = {window:.0f} + {wait:.0f} + {train:.0f} + {rest:.0f}")
     return "; ".join(told)
 
@@ -195,8 +292,20 @@ def cpu(found: Found, policies: Sequence[str]) -> str:
     return f"{sum(each.values()):.1f} CPU s a unit (" + ", ".join(f"{name} {seconds:.1f}" for name, seconds in each.items()) + ")"
 
 
-def page(found: Found, policies: Sequence[str], month: str, told: Sequence[str]) -> str:
-    """`told`: what else there is to say of how these results came about, a line each."""
+#: What the figures rest on, and no column says.
+RESTS_ON = (
+    "- Cold starts are warm: the site's compile cache is filled, and an engine takes a median of 60 s beside loading its weights"
+    " (`presets.WARM_CACHE`; with nothing compiled before 96 s).",
+    "- Weights go by TCP, from the trainer and on from engines that have them (a relay), for all policies alike.",
+    "- On the Earth segments all seeds meet the same fleet: the interval holds answer lengths and cold starts, and says nothing of other"
+    " fleets. On the spot segments which instance goes is drawn by the seed too.",
+    "- Ours begins with a prior for how long GPUs last, .63 losses an hour with the trust of 8 lives (`scavenger/harvest/survival.py`),"
+    " which is the Earth trace's own hazard; all else it learns within each simulation.",
+)
+
+
+def page(found: Found, policies: Sequence[str], month: str, told: Sequence[str], others: Set[Unit] = frozenset()) -> str:
+    """`told`: what else there is to say of how these results came about, a line each. `others`: units that another code played."""
     seeds = sorted({unit.seed for unit in found})
     head = [
         "# Policies in simulation",
@@ -208,6 +317,21 @@ def page(found: Found, policies: Sequence[str], month: str, told: Sequence[str])
         "",
         *told,
         "",
+        *RESTS_ON,
+        "",
     ]
-    goals = ["", "## Goals", "", *missed(found)] if set(COMPARED) <= set(policies) else []
-    return "\n".join([*head, *rows(found, policies), *goals, ""])
+    compared = set(COMPARED) <= set(policies)
+    goals = ["", "## Goals", "", *REFERENCE, ahead(found), "", *missed(found)] if compared else []
+    counted = [name for name in ("ours", "rlboost") if name in policies]
+    engines = ["", "## Engines", "", *STARTS, "", *starts(found, counted)] if counted else []
+    return "\n".join([*head, *rows(found, policies, others), *goals, *engines, ""])
+
+
+REFERENCE = (
+    "The reference is, unit by unit, the better of two feasible schedules: the clairvoyant scheduler's, which knows lengths, curves and",
+    "losses to come, and ours (who knows everything could have done what ours did). So a gap closed is 1 at most. Neither is the best",
+    "there is: `python -m benchmarks.ablations` prints how far both are from a proven bound.",
+)
+STARTS = (
+    "Engines started in two hours, the share of them that was gone before it made a token, and engines that others took; mean over seeds.",
+)

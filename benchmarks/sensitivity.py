@@ -1,42 +1,37 @@
 """Where ours wins and loses as answers and fleets change: one axis at a time, and the corners. Prints the cells where we lose.
 
-    python benchmarks/sensitivity.py [--seeds 3] [--steps 8] [--policies colocated,rlboost,polyrl,ours] [--axes sigma,volatility] [--json F]
+    python -m benchmarks.sensitivity [--seeds 3] [--corner-seeds 1] [--steps 6] [--policies colocated,rlboost,polyrl,ours] [--jobs 2]
 
-The base is Qwen3-8B on 8 H100 with engines of one GPU, on a synthetic fleet. `ours` needs scavenger/router/predictive.py; a policy that is
-not there is an error, not a gap in the table.
+The base is Qwen3-8B on 8 H100 with up to 16 engines of one GPU, on a synthetic fleet. Each axis by itself with `--seeds`; all 32 corners of
+the first and last values with `--corner-seeds` (0: none). Ratios are taken seed by seed: the median, and the lowest and highest seed. Under
+five minutes on two cores.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import itertools
 import json
-import statistics
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from benchmarks.many import each, median, ratio, spread
 from scavenger.errors import ConfigError
 from scavenger.simulate import presets, synthetic
-from scavenger.simulate.contender import Contender
 from scavenger.simulate.driver import simulate
 from scavenger.simulate.engine import Streams
 from scavenger.simulate.fleet import Fleet
 from scavenger.simulate.lengths import Lognormal
+from scavenger.simulate.policies.registry import CONTENDERS
 from scavenger.simulate.scenario import Scenario
 from scavenger.simulate.trainer_model import TrainerSpec
 
-# Contenders by name: module and attribute. `ours` is made by its module when there is one.
-KNOWN = {
-    "colocated": ("scavenger.simulate.policies.colocated", "COLOCATED"),
-    "disaggregated": ("scavenger.simulate.policies.disaggregated", "DISAGGREGATED"),
-    "rlboost": ("scavenger.simulate.policies.rlboost", "RLBOOST"),
-    "polyrl": ("scavenger.simulate.policies.polyrl", "POLYRL"),
-    "ours": ("scavenger.simulate.policies.ours", "OURS"),
-}
 WARM_UP = 0.25
 LENGTH_S = 4 * 3600.0
+#: The trace's statistics at every hour, without the GPUs that nobody ever takes: the few engines of one run would sit on those.
+SITE = replace(synthetic.EARTH_LIKE, standing=(), day=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +39,8 @@ class Cell:
     """One kind of answers and one kind of fleet.
 
     `capped`: the share of answers that reach the cap; 0 stands for one in a thousand. `drift`: the change of log length a step.
-    `volatility`: how many times faster than the trace's statistics the synthetic fleet's GPUs change hands.
+    `volatility`: how many times faster than the trace's statistics the synthetic fleet's GPUs change hands (at 1 others take an engine
+    every one to two hours, at 16 every half an hour).
     """
 
     sigma: float = 0.8
@@ -58,7 +54,7 @@ class Cell:
 
     def fleet(self, seed: int) -> Fleet:
         """A slice of a synthetic site, its clock run faster: the same idle GPUs on average, taken back so much more often."""
-        made = synthetic.generate(Streams(seed), LENGTH_S * self.volatility)
+        made = synthetic.generate(Streams(seed), LENGTH_S * self.volatility, SITE)
         faster = tuple(replace(change, t_s=change.t_s / self.volatility) for change in made.changes)
         return Fleet(f"{made.origin}, {self.volatility:g} times as fast", LENGTH_S, made.capacity, made.initial, faster)
 
@@ -75,26 +71,19 @@ AXES: dict[str, tuple[float, ...]] = {
     "correlation": (0.0, 0.3, 0.5, 0.7, 0.9),
     "capped": (0.0, 0.02, 0.05, 0.1, 0.2),
     "drift": (-0.05, -0.02, 0.0, 0.02, 0.05),
-    "volatility": (0.25, 0.5, 1.0, 2.0, 4.0),
+    "volatility": (0.25, 1.0, 4.0, 8.0, 16.0),
 }
 
 
-def cells(axes: tuple[str, ...] = tuple(AXES)) -> Iterator[Cell]:
-    """The base, each axis by itself, and all corners of the first and last values: each cell once."""
-    base = Cell()
-    along = [replace(base, **{axis: value}) for axis in axes for value in AXES[axis]]
-    ends = itertools.product(*((AXES[axis][0], AXES[axis][-1]) for axis in axes))
-    corners = [replace(base, **dict(zip(axes, corner, strict=True))) for corner in ends]
-    yield from dict.fromkeys([base, *along, *corners])
+def along(axes: Sequence[str] = tuple(AXES)) -> list[Cell]:
+    """The base and each axis by itself: each cell once."""
+    return list(dict.fromkeys([Cell(), *(replace(Cell(), **{axis: value}) for axis in axes for value in AXES[axis])]))
 
 
-def contender(name: str) -> Contender:
-    if name not in KNOWN:
-        raise ConfigError(f"no policy {name!r}", f"use some of {', '.join(KNOWN)}")
-    module, attribute = KNOWN[name]
-    found = getattr(importlib.import_module(module), attribute)
-    assert isinstance(found, Contender)
-    return found
+def corners(axes: Sequence[str] = tuple(AXES)) -> Iterator[Cell]:
+    """All combinations of the axes' first and last values."""
+    for corner in itertools.product(*((AXES[axis][0], AXES[axis][-1]) for axis in axes)):
+        yield replace(Cell(), **dict(zip(axes, corner, strict=True)))
 
 
 def scenario(cell: Cell, seed: int, steps: int) -> Scenario:
@@ -115,35 +104,77 @@ def scenario(cell: Cell, seed: int, steps: int) -> Scenario:
     )
 
 
-def tokens_per_s(cell: Cell, name: str, seed: int, steps: int) -> float:
-    done = simulate(scenario(cell, seed, steps), contender(name)).steps
-    kept = done[int(len(done) * WARM_UP) :]
-    return sum(step.tokens for step in kept) / (kept[-1].end_s - kept[0].start_s)
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One cell with one seed, played with each policy."""
+
+    cell: Cell
+    seed: int
+    steps: int
+    policies: tuple[str, ...]
+
+
+def play(unit: Unit) -> dict[str, float]:
+    """Tokens a second by policy, without the first steps: policies learn. 0: no step ended."""
+    found = {}
+    for name in unit.policies:
+        done = simulate(scenario(unit.cell, unit.seed, unit.steps), CONTENDERS[name]).steps
+        kept = done[int(len(done) * WARM_UP) :]
+        found[name] = sum(step.tokens for step in kept) / (kept[-1].end_s - kept[0].start_s) if kept else 0.0
+    return found
+
+
+By = Mapping[Cell, Sequence[Mapping[str, float]]]  # what each seed of a cell found
+
+
+def ratios(by_seed: Sequence[Mapping[str, float]], other: str) -> list[float]:
+    return [ratio(found["ours"], found[other]) for found in by_seed]
+
+
+def table(found: By, policies: Sequence[str]) -> Iterator[str]:
+    others = [name for name in policies if name != "ours"]
+    yield "| cell | seeds | ours tok/s | " + " | ".join(f"ours / {name}" for name in others) + " |"
+    yield "| --- " * (3 + len(others)) + "|"
+    for cell, by_seed in found.items():
+        told = [spread([one["ours"] for one in by_seed], 0), *(spread(ratios(by_seed, name)) for name in others)]
+        yield f"| {cell.name} | {len(by_seed)} | " + " | ".join(told) + " |"
+
+
+def lost(found: By, policies: Sequence[str]) -> Iterator[str]:
+    """The cells in which another policy is ahead by the median, worst first."""
+    behind = []
+    for cell, by_seed in found.items():
+        for name in policies:
+            values = ratios(by_seed, name) if name != "ours" else []
+            if not math.isnan(middle := median(values)) and middle < 1:
+                seeds = sum(value < 1 for value in values)
+                behind.append((middle, f"{cell.name}: ours / {name} {spread(values, 3)}, behind with {seeds} of {len(values)} seeds"))
+    yield f"ours is behind in {len(behind)} of {len(found) * (len(policies) - 1)} comparisons ({len(found)} cells)" + ":" * bool(behind)
+    yield from (f"- {line}" for _, line in sorted(behind))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--corner-seeds", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--policies", default="colocated,rlboost,polyrl,ours")
     parser.add_argument("--axes", default=",".join(AXES))
+    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
-    names = asked.policies.split(",")
-    table = []
-    lost = []
-    for cell in cells(tuple(asked.axes.split(","))):
-        speeds = {name: [tokens_per_s(cell, name, seed, asked.steps) for seed in range(asked.seeds)] for name in names}
-        means = {name: statistics.mean(values) for name, values in speeds.items()}
-        table.append({"cell": cell.name, **means})
-        print(f"{cell.name}: " + ", ".join(f"{name} {mean:,.0f}" for name, mean in means.items()), flush=True)
-        if "ours" in means and max(means, key=lambda name: means[name]) != "ours":
-            best = max(means, key=lambda name: means[name])
-            lost.append(f"{cell.name}: {best} is {means[best] / means['ours'] - 1:.1%} ahead")
-    if "ours" in names:
-        print(f"ours loses in {len(lost)} of {len(table)} cells", *lost, sep="\n  ")
+    policies, axes = tuple(asked.policies.split(",")), asked.axes.split(",")
+    unknown = [name for name in policies if name not in CONTENDERS]
+    if unknown or "ours" not in policies:
+        raise ConfigError(f"no policy {unknown[0]!r}" if unknown else "ours is compared with others", f"there are {', '.join(CONTENDERS)}")
+    units = [Unit(cell, seed, asked.steps, policies) for seed in range(asked.seeds) for cell in along(axes)]
+    units += [Unit(cell, seed, asked.steps, policies) for seed in range(asked.corner_seeds) for cell in corners(axes)]
+    found: dict[Cell, list[Mapping[str, float]]] = {}
+    for unit, speeds in each(play, list(dict.fromkeys(units)), asked.jobs):
+        found.setdefault(unit.cell, []).append(speeds)
     if asked.json:
-        asked.json.write_text(json.dumps(table, indent=1) + "\n")
+        asked.json.write_text(json.dumps([{"cell": asdict(cell), "found": by_seed} for cell, by_seed in found.items()], indent=1) + "\n")
+    print("\n".join([*table(found, policies), "", *lost(found, policies)]))
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ def _efficiency(path: Path | None, plan: Plan) -> Efficiency:
     from scavenger.simulate import constants, presets
 
     if path is None:
-        return presets.UNCALIBRATED
+        return presets.VLLM_H100
     spec = _spec(plan)
     try:
         return constants.load(path.read_text(encoding="utf-8"), spec)

@@ -10,7 +10,19 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from scavenger.harvest.autoscale import Benefit
-from scavenger.router.policy import Fact, Move, NewPolicy, Placement, RouterPolicy, RunView, Standard, Weighs, WindowDecision
+from scavenger.router.policy import (
+    Explains,
+    Fact,
+    Inputs,
+    Move,
+    NewPolicy,
+    Placement,
+    RouterPolicy,
+    RunView,
+    Standard,
+    Weighs,
+    WindowDecision,
+)
 
 T = TypeVar("T")
 #: Told once for each fault: the run's name, and what was raised.
@@ -42,6 +54,12 @@ class Guarded:
 
     def benefit(self) -> Benefit | None:
         return self._ask(lambda policy: policy.benefit() if isinstance(policy, Weighs) else None)
+
+    def placed_by(self, answers: Sequence[Placement]) -> Inputs:
+        return self._ask(lambda policy: policy.placed_by(answers) if isinstance(policy, Explains) else {})
+
+    def moved_by(self, moves: Sequence[Move]) -> Inputs:
+        return self._ask(lambda policy: policy.moved_by(moves) if isinstance(policy, Explains) else {})
 
     def observe(self, fact: Fact, now: float) -> None:
         self._ask(lambda policy: policy.observe(fact, now))

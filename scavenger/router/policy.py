@@ -326,13 +326,18 @@ class Placement(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Take a sample from a worker that generates it and give it to another (0: to the queue). `merges`: so that its engine may go."""
+    """Take a sample from a worker that generates it and give it to another (0: to the queue). `merges`: so that its engine may go.
+
+    `gain_s`: by how much sooner the later of the two is done. `whole`: why all moves of this answer together.
+    """
 
     sample_id: int
     from_worker: int
     to_worker: int
     reason: str
     merges: bool = False
+    gain_s: float = 0.0
+    whole: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,6 +385,19 @@ class Weighs(Protocol):
 
     def benefit(self) -> Benefit | None:
         """Of one more engine than `engines` answered last; None while nothing is known."""
+
+
+#: What an answer was reckoned with, for the record.
+Inputs = Mapping[str, float | str]
+
+
+@runtime_checkable
+class Explains(Protocol):
+    """A policy that says what its answers were reckoned with. Asked right after an answer, and only where a row of the ledger has room."""
+
+    def placed_by(self, answers: Sequence[Placement]) -> Inputs: ...
+
+    def moved_by(self, moves: Sequence[Move]) -> Inputs: ...
 
 
 NewPolicy = Callable[[str], RouterPolicy]  # of the run with this name

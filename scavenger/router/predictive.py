@@ -18,10 +18,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from scavenger.harvest.autoscale import Benefit
+from scavenger.router import predictive_inputs as inputs
 from scavenger.router import window as windows
 from scavenger.router.forecast import Forecast
 from scavenger.router.policy import (
     Fact,
+    Inputs,
     Move,
     Placement,
     RunView,
@@ -120,17 +122,17 @@ class Predictive:
             return WindowDecision(True, f"all {step.samples} samples of step {step.step} are done")
         picture, service = outlook.picture(view, now), self._placer.service
         situation = picture.situation(outlook.trained, self._placer.ranking.order, service.by.limit)
-        plan, inputs = windows.solve(situation), situation.inputs()
+        plan, told = windows.solve(situation), situation.inputs()
         outlook.plan = plan
         why = f"step {step.step}: {plan.reason}" + (f"; {service.by.reason}" if service.by.reason else "")
         soon_s = outlook.pause_s(SOON_S)
         if picture.step.reserved_awake and plan.awake and plan.close_after_s <= soon_s:
-            return WindowDecision(True, why, now + AGAIN_MAX_S, inputs)
+            return WindowDecision(True, why, now + AGAIN_MAX_S, told)
         left = min(plan.until_s if plan.awake else plan.step_s, AGAIN_MAX_S / AGAIN_SHARE)
         again = min(AGAIN_MAX_S, max(outlook.pause_s(AGAIN_MIN_S), AGAIN_SHARE * left))
         if plan.awake and plan.close_after_s < again:
             again = max(soon_s, plan.close_after_s)
-        return WindowDecision(not plan.awake, why, now + again, inputs)
+        return WindowDecision(not plan.awake, why, now + again, told)
 
     # ---------------------------------------------------------------- placement, moves, engines
 
@@ -152,6 +154,12 @@ class Predictive:
         retired = len(self._mover.retired)  # those that have left too: their place is not to be filled in this step
         self._asked = max(0, target - retired), f"{why}; {retired} were freed by merging the step's tail" if retired else why
         return self._asked
+
+    def placed_by(self, answers: Sequence[Placement]) -> Inputs:
+        return inputs.of_placements(answers, self._outlook, self._placer.service.by) if self.settings.placement else {}
+
+    def moved_by(self, moves: Sequence[Move]) -> Inputs:
+        return inputs.of_moves(moves, self._outlook, self.settings.margin)
 
     def benefit(self) -> Benefit | None:
         """None until a fleet was sized: on priors alone what is idle is taken."""

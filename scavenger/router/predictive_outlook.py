@@ -20,13 +20,17 @@ PAUSE_LEAST_S = 0.25
 
 
 class Outlook:
-    """One run's. `plan`: what the window was decided by, None while it is nobody's. `trained`: tokens of the step that are trained."""
+    """One run's. `plan`: what the window was decided by, None while it is nobody's. `trained`: tokens of the step that are trained.
+
+    `decided_by`: the moment by which leases were given or moved last.
+    """
 
     def __init__(self, forecast: Forecast) -> None:
         self.forecast = forecast
         self.plan: Plan | None = None
         self.step = -1
         self._beliefs: dict[int, tuple[object, Belief]] = {}
+        self.decided_by: Picture | None = None
         self._picture: Picture | None = None  # of this moment, for the next who asks in it
         self._trained = 0.0
         self._trained_at: float | None = None  # until when it is counted; None: the trainer does not train
@@ -74,7 +78,7 @@ class Outlook:
 
     def changed(self) -> None:
         """Leases are about to begin, end or move by what was decided: the next who asks looks again."""
-        self._picture = None
+        self.decided_by, self._picture = self._picture, None
 
     def curve(self, picture: Picture) -> Curve:
         return self.forecast.curve("harvested", picture.harvested[0].gpus if picture.harvested else 1)

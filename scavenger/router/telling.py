@@ -1,15 +1,16 @@
 """What of a policy's decisions is written down, so that the ledger explains a run and is not flooded by it. Pure.
 
-    place, rebalance   one row for each answer: how many samples, where, and the first one's reason
+    place, rebalance   one row for each answer: how many samples, where, the reasons, and what the policy reckoned with (`by`)
     window, engines    one row when the answer is another one than before
 
-Rows of each kind are bounded (`told.Budget`); what was left out is counted in the next row's `inputs`. Owns the codes and the words.
+Rows of each kind are bounded (`told.Budget`), and what goes into one is made only where there is room for it; what was left out is counted
+in the next row's `inputs`. Owns the codes and the words.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -18,12 +19,13 @@ import msgspec
 from scavenger.harvest.autoscale import Benefit
 from scavenger.ledger import records as rec
 from scavenger.router.core import Core
-from scavenger.router.policy import Move, Placement
+from scavenger.router.policy import Explains, Move, Placement
 from scavenger.router.state import Run
 from scavenger.router.told import Budget
 
-#: Moves of one answer that are named one by one.
+#: Moves of one answer that are named one by one, and kinds of reasons of one answer that are counted.
 NAMED = 16
+KINDS = 8
 
 
 class Code(StrEnum):
@@ -44,25 +46,37 @@ def placed(core: Core, run: Run, answers: Sequence[Placement]) -> None:
     """Samples were leased. A policy without reasons (`Standard`) has nothing to tell."""
     told = [answer for answer in answers if answer.reason]
     if told:
-        by_worker = Counter(str(answer.worker_id) for answer in told)
-        subject, why = _of_many([(answer.sample_id, answer.reason) for answer in told])
-        bounded = sum(answer.most_tokens is not None for answer in told)
-        _write(core, run, "placement", "lease", Code.PLACED, subject, why, samples=len(told), by_worker=dict(by_worker), bounded=bounded)
+        subject, why = _of_many(told[0].sample_id, told[0].reason, len(told))
+        _write(core, run, "placement", "lease", Code.PLACED, subject, why, lambda: _of_placements(run, told))
 
 
 def moved(core: Core, run: Run, moves: Iterable[Move]) -> None:
     all_of = list(moves)
     if all_of:
-        named = [[move.sample_id, move.from_worker, move.to_worker] for move in all_of[:NAMED]]
-        subject, why = _of_many([(move.sample_id, move.reason) for move in all_of])
-        code = Code.MERGED if all_of[0].merges else Code.MOVED
-        _write(core, run, "rebalance", "move", code, subject, why, samples=len(all_of), moves=named)
+        first = all_of[0]
+        subject, why = _of_many(first.sample_id, f"{first.whole}: {first.reason}" if first.whole else first.reason, len(all_of))
+        code = Code.MERGED if first.merges else Code.MOVED
+        _write(core, run, "rebalance", "move", code, subject, why, lambda: _of_moves(run, all_of))
 
 
-def _of_many(reasons: Sequence[tuple[int, str]]) -> tuple[str, str]:
+def _of_many(sample_id: int, why: str, samples: int) -> tuple[str, str]:
     """Subject and reason of one row for several samples."""
-    sample_id, why = reasons[0]
-    return f"sample {sample_id}", why if len(reasons) == 1 else f"{why} (and {len(reasons) - 1} more samples)"
+    return f"sample {sample_id}", why if samples == 1 else f"{why} (and {samples - 1} more samples)"
+
+
+def _of_placements(run: Run, told: Sequence[Placement]) -> dict[str, Any]:
+    """`reasons`: how often each was the reason, up to its first comma, where its figures begin."""
+    kinds = Counter(answer.reason.partition(",")[0] for answer in told)
+    found: dict[str, Any] = {"samples": len(told), "by_worker": dict(Counter(str(answer.worker_id) for answer in told))}
+    found |= {"bounded": sum(answer.most_tokens is not None for answer in told), "reasons": dict(kinds.most_common(KINDS))}
+    return found | ({"by": by} if isinstance(run.policy, Explains) and (by := run.policy.placed_by(told)) else {})
+
+
+def _of_moves(run: Run, moves: Sequence[Move]) -> dict[str, Any]:
+    found: dict[str, Any] = {"samples": len(moves), "moves": [[m.sample_id, m.from_worker, m.to_worker] for m in moves[:NAMED]]}
+    if any(move.gain_s for move in moves):
+        found["gain_s"] = sum(move.gain_s for move in moves)
+    return found | ({"by": by} if isinstance(run.policy, Explains) and (by := run.policy.moved_by(moves)) else {})
 
 
 def window(core: Core, run: Run, all_done: bool, inputs: Mapping[str, float]) -> None:
@@ -74,22 +88,25 @@ def window(core: Core, run: Run, all_done: bool, inputs: Mapping[str, float]) ->
         code = Code.ALL_DONE if all_done else Code.CLOSED
     elif said == "open":
         code = Code.REOPENED if told.closed_in == run.newest else Code.OPENED
-    _write(core, run, "window", said or "none", code, run.name, run.window_reason or "nobody decides", step=run.newest[1], by=dict(inputs))
+    why = run.window_reason or "nobody decides"
+    _write(core, run, "window", said or "none", code, run.name, why, lambda: {"step": run.newest[1], "by": dict(inputs)})
 
 
 def engines(core: Core, run: Run, number: int, reason: str, benefit: Benefit | None) -> None:
     """How many harvested engines the run could use; told when it is another number, with what the last of them is worth."""
     if number != run.told.engines:
-        _write(core, run, "engines", "want", Code.FLEET, run.name, reason, engines=number, before=run.told.engines, by=benefit)
-        run.told.engines = number
+        before, run.told.engines = run.told.engines, number
+        _write(core, run, "engines", "want", Code.FLEET, run.name, reason, lambda: {"engines": number, "before": before, "by": benefit})
 
 
-def _write(core: Core, run: Run, policy: str, action: str, code: Code, subject: str, reason: str, **inputs: Any) -> None:
+def _write(
+    core: Core, run: Run, policy: str, action: str, code: Code, subject: str, reason: str, inputs_of: Callable[[], dict[str, Any]]
+) -> None:
     budget = run.told.budgets.setdefault(policy, Budget(at=core.now))
     if not budget.take(core.now):
         core.count("decisions_left_out")
         return
-    inputs["run"] = run.name
+    inputs = inputs_of() | {"run": run.name}
     if budget.left_out:
         inputs["left_out"], budget.left_out = budget.left_out, 0
     core.record(rec.Decision(policy, action, subject, reason, msgspec.json.encode(inputs).decode(), core.now, code))

@@ -75,14 +75,18 @@ class Played:
 Play = Callable[[str, int, Callable[[float], None]], Played]
 
 
+def t975(freedom: int) -> float:
+    """Student's t of a two-sided 95 % interval, by degrees of freedom."""
+    return _T975[freedom - 1] if freedom <= len(_T975) else _NORMAL975
+
+
 def estimate(values: Sequence[float]) -> Estimate:
     """Mean and its 95 % confidence interval by Student's t; of one value the value alone."""
     mean = math.fsum(values) / len(values)
     if len(values) < 2:
         return Estimate(mean, mean, mean)
     variance = math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1)
-    t975 = _T975[len(values) - 2] if len(values) - 2 < len(_T975) else _NORMAL975
-    half = t975 * math.sqrt(variance / len(values))
+    half = t975(len(values) - 1) * math.sqrt(variance / len(values))
     return Estimate(mean, mean - half, mean + half)
 
 

@@ -3,8 +3,9 @@
 The step begins at 0, when its samples are submitted, and ends when its version is published. Reserved engines and the trainer share
 GPUs. `bound` is the largest of three bounds; no schedule on `EngineBatch` engines and the trainer model beats any of them:
 
-**longest** and **train**. A sample's first token needs its prompt's prefill somewhere, and each further token a step that costs at least a
-step of batch 1 on the fastest engine kind: so group g is complete no sooner than r_g, when its longest sample is. Sort groups by r. All
+**longest** and **train**. A sample needs its prompt's prefill somewhere, and then for each of its tokens, the first included, a step that
+costs at least a step of batch 1 on the fastest engine kind (`EngineBatch`'s prefill yields no token; a real engine's yields the first, a
+step sooner): so group g is complete no sooner than r_g, when its longest sample is. Sort groups by r. All
 micro-steps with tokens of the groups from the k-th on start after r_k, one after the other, and a micro-step takes at least the mean over
 ranks of its work, its longest sequence, and its traffic. Hence, with R_k the least time to train the groups from k on,
 

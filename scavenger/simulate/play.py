@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from scavenger.errors import ConfigError
+from scavenger.simulate.clairvoyant_site import clairvoyant
 from scavenger.simulate.comparison import Play, Played, speed_up
+from scavenger.simulate.contender import Contender
 from scavenger.simulate.decode import Efficiency, EngineSpec
 from scavenger.simulate.driver import simulate
 from scavenger.simulate.fleet import Fleet
@@ -76,11 +78,20 @@ OURS, ALONE = "ours", "colocated"
 USUAL = (ALONE, "disaggregated", "polyrl", "rlboost", OURS)
 
 
+#: Every policy's name. The clairvoyant one is told what this very scenario holds.
+CLAIRVOYANT = "clairvoyant"
+KNOWN = (*CONTENDERS, CLAIRVOYANT)
+
+
+def contender(name: str, scenario: Scenario) -> Contender:
+    return clairvoyant(scenario) if name == CLAIRVOYANT else CONTENDERS[name]
+
+
 def contenders(names: Sequence[str]) -> tuple[str, ...]:
     """The names, checked. Raises `ConfigError` naming the known ones."""
     for name in names:
-        if name not in CONTENDERS:
-            raise ConfigError(f"there is no policy {name!r}", f"choose among {', '.join(CONTENDERS)}")
+        if name not in KNOWN:
+            raise ConfigError(f"there is no policy {name!r}", f"choose among {', '.join(KNOWN)}")
     if not names or len(set(names)) < len(names):
         raise ConfigError(f"the policies {', '.join(names) or '(none)'} cannot be compared", "name each once")
     return tuple(names)
@@ -118,14 +129,14 @@ def player(plan: Plan, fleet: Fleet, efficiency: Efficiency, steps: int = 0) -> 
 
     def play(policy: str, seed: int, progress: Callable[[float], None]) -> Played:
         scenario = scenario_of(plan, fleet, efficiency, steps, seed)
-        contender = CONTENDERS[policy]
 
         def shown(now_s: float, done: int) -> None:
             progress(max(now_s / fleet.end_s, done / steps if steps else 0.0))
 
+        chosen = contender(policy, scenario)
         if not plan.most_engines:
-            contender = replace(contender, harvest=False)
-        return played_of(simulate(scenario, contender, shown), fleet, seed)
+            chosen = replace(chosen, harvest=False)
+        return played_of(simulate(scenario, chosen, shown), fleet, seed)
 
     return play
 
@@ -148,7 +159,7 @@ def predict(observed: Observed, question: Question, reserved_gpus: int, policy: 
 
     Played in up to `WINDOWS` windows spread evenly over the period, with other lengths in each; the interval is over the windows.
     """
-    if policy not in CONTENDERS:
+    if policy not in KNOWN:
         return f"the simulator has no policy {policy!r}"
     fleet = observed.fleet
     if fleet.end_s < WINDOW_S:

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+import pytest
 
 from scavenger.harvest.autoscale import Benefit
 from scavenger.ledger import records as rec
 from scavenger.router import telling
 from scavenger.router.core import Core
+from scavenger.router.guarded import guarded
 from scavenger.router.machine import Router
 from scavenger.router.payloads import NoPayloads
 from scavenger.router.policies import named
-from scavenger.router.policy import Move, Placement
+from scavenger.router.policy import Inputs, Move, NewPolicy, Placement, RouterPolicy, Standard
 from scavenger.router.predictive import Predictive
+from scavenger.router.predictive_settings import Settings
 from scavenger.router.state import Limits, Run
 from scavenger.router.told import BURST, EVERY_S
-from tests.router.harness import SPEC, Bench, specs
+from scavenger.simulate.driver import simulate
+from scavenger.simulate.policies.ours import OURS
+from tests.router.harness import SPEC, Bench, open_body, specs
+from tests.simulate.digest import small
 
 
 def core_and_run() -> tuple[Core, Run]:
@@ -30,12 +40,13 @@ def told(core: Core) -> list[rec.Decision]:
 
 def test_a_row_for_each_answer_names_how_many_and_the_first_one_s_reason() -> None:
     core, run = core_and_run()
-    telling.placed(core, run, [Placement(4, 1, None, "longest"), Placement(5, 2, None, "next"), Placement(6, 1, None, "next")])
+    telling.placed(core, run, [Placement(4, 1, None, "longest, 7 tokens"), Placement(5, 2, None, "next"), Placement(6, 1, None, "next, 3")])
     telling.moved(core, run, [Move(7, 1, 2, "two is idle")])
     place, move = told(core)
     assert (place.policy, place.action, place.code, place.subject) == ("placement", "lease", "placed", "sample 4")
-    assert place.reason == "longest (and 2 more samples)"
-    assert json.loads(place.inputs) == {"samples": 3, "by_worker": {"1": 2, "2": 1}, "bounded": 0, "run": "r"}
+    assert place.reason == "longest, 7 tokens (and 2 more samples)"
+    reasons = {"next": 2, "longest": 1}
+    assert json.loads(place.inputs) == {"samples": 3, "by_worker": {"1": 2, "2": 1}, "bounded": 0, "reasons": reasons, "run": "r"}
     assert (move.code, move.reason, json.loads(move.inputs)["moves"]) == ("moved", "two is idle", [[7, 1, 2]])
 
 
@@ -117,6 +128,90 @@ def test_a_predicting_daemon_s_run_is_explained_by_its_decisions() -> None:
     wanted = next(json.loads(row.inputs) for row in rows if row.policy == "engines")
     assert demand.benefit is not None
     assert wanted["by"]["saving"] == demand.benefit.saving
+
+
+def placed_and_moved(new: NewPolicy) -> dict[str, rec.Decision]:
+    """The rows of a run whose second engine comes when the first holds all samples."""
+    bench = Bench(limits=Limits(suspect_s=300.0, dead_s=600.0))
+    bench.router.core.new_policy = new
+    spec = msgspec.structs.replace(SPEC, max_batch=64, context_length=32_768)
+    bench.call(msgspec.structs.replace(open_body(), engine=spec))
+    bench.attempt += 1
+    bench.publish()
+    bench.submit(groups=specs(8, 8, max_tokens=16_000))
+    bench.join(11)
+    bench.tick(0.25)
+    bench.join(12)
+    bench.tick(30.0, step=1.0)
+    rows = [r for r in bench.ledger.log if isinstance(r, rec.Decision)]
+    return {row.policy: row for row in reversed(rows)}
+
+
+GUARDED = guarded(named("predictive"), lambda run, error: pytest.fail(f"{run}: {error!r}"))
+
+
+@pytest.mark.parametrize("new", [named("predictive"), GUARDED], ids=["bare", "as in the daemon"])
+def test_placements_and_moves_tell_what_they_were_reckoned_with(new: NewPolicy) -> None:
+    rows = placed_and_moved(new)
+    placed, moved = (json.loads(rows[policy].inputs) for policy in ("placement", "rebalance"))
+    assert placed["samples"] == 64
+    assert sum(placed["reasons"].values()) == 64
+    assert placed["reasons"]["probe of its group"] == 8
+    by = placed["by"]
+    assert 0 < by["longest_expected"] <= 16_000
+    assert 64 * by["longest_expected"] >= by["expected_tokens"] > by["longest_expected"]
+    assert (by["order"], by["limit"], by["leases"]) == ("longest first", "all samples at a time", 0)
+    assert by["step_s"] > by["sample_s"] > by["token_s"] > 0
+    by = moved["by"]
+    assert rows["rebalance"].code == "moved"
+    assert moved["samples"] > len(moved["moves"]) == telling.NAMED
+    assert by["cost_s"] >= moved["samples"] * by["transfer_s"] > 0
+    assert by["margin"] == Settings().margin
+    assert (by["from_leases"], by["to_leases"]) == (64, 0)
+    assert by["looked_at"] >= 1000.25
+
+
+def test_being_asked_for_reasons_changes_no_decision() -> None:
+    scenario = small(2, 2)
+    mute = replace(OURS, new_policy=lambda: Mute(OURS.new_policy()))
+    assert replace(simulate(scenario, OURS), decisions={}) == replace(simulate(scenario, mute), decisions={})
+
+
+class Mute:
+    """A policy that explains nothing."""
+
+    def __init__(self, policy: RouterPolicy) -> None:
+        self.every_s, self.place, self.rebalance = policy.every_s, policy.place, policy.rebalance
+        self.window, self.engines, self.observe = policy.window, policy.engines, policy.observe
+
+
+def test_why_all_moves_were_made_stands_before_the_first_one_s_reason() -> None:
+    core, run = core_and_run()
+    whole = "1 engines are emptied by 2 moves"
+    telling.moved(core, run, [Move(n, 1, 2, "worker 1 is emptied", merges=True, gain_s=0.5, whole=whole) for n in (7, 8)])
+    [row] = told(core)
+    assert row.reason == f"{whole}: worker 1 is emptied (and 1 more samples)"
+    assert json.loads(row.inputs)["gain_s"] == 1.0
+
+
+def test_what_is_left_out_of_the_ledger_is_not_made() -> None:
+    core, run = core_and_run()
+    policy = Asked()
+    run.policy = policy
+    for _ in range(1000):
+        telling.placed(core, run, [Placement(4, 1, None, "longest")])
+    assert policy.asked == len(told(core)) == BURST
+
+
+class Asked(Standard):
+    asked = 0
+
+    def placed_by(self, answers: Sequence[Placement]) -> Inputs:
+        self.asked += 1
+        return {}
+
+    def moved_by(self, moves: Sequence[Move]) -> Inputs:
+        return {}
 
 
 def test_each_run_has_a_policy_of_its_own() -> None:

@@ -13,15 +13,15 @@ from scavenger.simulate.clairvoyant import Clairvoyant
 from scavenger.simulate.clairvoyant_site import SiteTruth, clairvoyant
 from scavenger.simulate.contender import Contender
 from scavenger.simulate.driver import simulate
-from scavenger.simulate.engine import Streams
 from scavenger.simulate.fleet import Change, Fleet
 from scavenger.simulate.lengths import Lognormal
-from scavenger.simulate.oracle import Engine, Group, Step, bound
+from scavenger.simulate.oracle_site import SiteBound
 from scavenger.simulate.policies.colocated import COLOCATED
 from scavenger.simulate.policies.disaggregated import DISAGGREGATED
+from scavenger.simulate.policies.ours import OURS
 from scavenger.simulate.policies.rlboost import RLBOOST
 from scavenger.simulate.scenario import Scenario
-from scavenger.simulate.trainer_model import TrainerSpec, publish_s, to_generating_s, to_training_s
+from scavenger.simulate.trainer_model import TrainerSpec
 
 H100 = presets.engine("Qwen3-8B", "H100")
 TRAINER = TrainerSpec(H100.model, H100.gpu, 4, 0.4, 4e11, 25e9, overhead_s=0.2, sleep_s=1.0, wake_s=2.0, hash_bytes_s=4e9)
@@ -35,39 +35,42 @@ def site(engines: int, changes: tuple[Change, ...] = (), seed: int = 0) -> Scena
 
 
 def contenders(scenario: Scenario) -> list[Contender]:
-    return [COLOCATED, DISAGGREGATED, RLBOOST, clairvoyant(scenario)]
-
-
-def bound_of(scenario: Scenario, step: int) -> float:
-    """With every harvested engine there from the first moment to the last, and reserved ones awake: not more than any step takes."""
-    groups = tuple(
-        Group(scenario.prompt_tokens, scenario.lengths.group(Streams(scenario.seed), step, prompt, scenario.samples))
-        for prompt in range(scenario.prompts)
-    )
-    trainer = scenario.trainer
-    engines = [Engine(scenario.reserved, reserved=True)] * scenario.reserved_engines
-    engines += [Engine(scenario.harvested)] * sum(scenario.fleet.initial.values())
-    toggles = to_training_s(trainer, scenario.offload), to_generating_s(trainer, scenario.offload, scenario.reserved.gpus)
-    # asleep: reserved engines wake within the step, and need not if they never generate
-    step_ = Step(groups, tuple(engines), trainer, scenario.round_tokens, *toggles, awake=False, publish_s=publish_s(trainer))
-    return bound(step_).total_s
+    return [COLOCATED, DISAGGREGATED, RLBOOST, OURS, clairvoyant(scenario)]
 
 
 @pytest.mark.parametrize("engines", [0, 2, 6])
 def test_no_contenders_step_is_shorter_than_the_bound(engines: int, capsys: pytest.CaptureFixture[str]) -> None:
     scenario = site(engines)
+    least = SiteBound(scenario)
     speeds = {}
     for contender in contenders(scenario):
         if contender is DISAGGREGATED and not engines:
             continue
         out = simulate(scenario, contender)
         for step in out.steps:
-            assert step.seconds >= bound_of(scenario, step.step), (contender.name, step)
+            assert step.seconds >= least.of(step.step, step.start_s, step.end_s).total_s, (contender.name, step)
         late = out.steps[1:]  # the first waits for engines that start
-        speeds[contender.name] = sum(s.seconds for s in late) / sum(bound_of(scenario, s.step) for s in late)
+        speeds[contender.name] = sum(s.seconds for s in late) / sum(least.of(s.step, s.start_s, s.end_s).total_s for s in late)
     with capsys.disabled():
         print(f"\n{engines} engines, steps over the bound: " + ", ".join(f"{name} {ratio:.2f}" for name, ratio in speeds.items()))
     assert speeds["clairvoyant"] <= min(speeds.values()) * 1.02
+
+
+def test_on_a_fleet_that_comes_and_goes_no_step_is_shorter_than_the_bound() -> None:
+    """Engines count while there is room for them, whoever has them; the k-th while k fit."""
+    changes = tuple(Change(50.0 * n, "n0", delta, int(delta > 0)) for n, delta in enumerate([-1, 1] * 40, 1))
+    scenario = site(3, changes)
+    least, calm = SiteBound(scenario), SiteBound(site(3))
+    for contender in (OURS, clairvoyant(scenario)):
+        for step in simulate(scenario, contender).steps:
+            found, more = least.of(step.step, step.start_s, step.end_s), calm.of(step.step, step.start_s, step.end_s)
+            assert more.total_s <= found.total_s <= step.seconds, (contender.name, step)
+            assert more.work_s <= found.work_s
+    assert [engine.intervals for engine in least.harvested(60.0, 160.0)] == [
+        ((0.0, math.inf),),
+        ((0.0, math.inf),),
+        ((40.0, 90.0),),
+    ]
 
 
 def test_the_truth_is_what_the_engines_generate() -> None:

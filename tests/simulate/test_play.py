@@ -51,9 +51,18 @@ def test_the_same_seed_plays_the_same_and_policies_meet_the_same_answers() -> No
     assert plays("disaggregated", 0, lambda _share: None).tokens == first.tokens
 
 
-def test_a_run_that_may_not_harvest_does_not() -> None:
-    found = play.player(replace(PLAN, most_engines=0), fleet(), presets.UNCALIBRATED, steps=1)("rlboost", 0, lambda _share: None)
-    assert (found.starts, found.harvested_gpu_s) == (0, 0.0)
+@pytest.mark.parametrize("policy", ["rlboost", "clairvoyant"])
+def test_a_run_that_may_not_harvest_does_not(policy: str) -> None:
+    found = play.player(replace(PLAN, most_engines=0), fleet(), presets.UNCALIBRATED, steps=1)(policy, 0, lambda _share: None)
+    assert (found.policy, found.starts, found.harvested_gpu_s) == (policy, 0, 0.0)
+
+
+def test_the_clairvoyant_is_made_for_the_very_scenario_that_is_played() -> None:
+    plays = play.player(PLAN, fleet(), presets.UNCALIBRATED, steps=2)
+    knows, blind = (plays(name, 3, lambda _share: None) for name in ("clairvoyant", "ours"))
+    assert knows.policy == "clairvoyant"
+    assert knows.tokens == blind.tokens, "the same answers"
+    assert knows.harvested_gpu_s > 0
 
 
 def test_a_trace_that_ends_before_a_step_does_is_refused() -> None:
@@ -118,17 +127,18 @@ def trace(tmp_path: Path) -> Path:
 
 def test_policies_are_compared_over_a_trace(run_toml: Path, trace: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
-    done = simulate("--trace", trace, run_toml, "--reserved-gpus", "2", "--model", "Qwen3-8B", "--policy", "colocated,disaggregated",
-                    "--steps", "2", "--seeds", "2", "--html", page)  # fmt: skip
+    done = simulate("--trace", trace, run_toml, "--reserved-gpus", "2", "--model", "Qwen3-8B", "--policy",
+                    "colocated,disaggregated,clairvoyant", "--steps", "2", "--seeds", "2", "--html", page)  # fmt: skip
     assert done.exit_code == 0, (done.output, done.exception)
     assert "math-1: Qwen3-8B on 2 reserved H100, at most 16 harvested engines of 1, 4 prompts x 8 up to 256 tokens" in done.output
     rows = {line.split()[0]: line.split() for line in done.output.splitlines() if line.split()}
     assert rows["policy"][:2] == ["policy", "tokens/s"]
     assert int(rows["colocated"][1].replace(",", "")) > 0
     assert rows["disaggregated"][0] == "disaggregated"
+    assert int(rows["clairvoyant"][1].replace(",", "")) > 0
     assert "note: assumed: answer lengths" in done.output
     text = page.read_text(encoding="utf-8")
-    assert "GPUs by owner over time: disaggregated, all" in text
+    assert "GPUs by owner over time: clairvoyant, all" in text, "it harvested most"
     assert "Where a step" in text
 
 

@@ -1,0 +1,117 @@
+"""A cell of the policies' table with one seed: its fleet, its scenario, and what each policy did in it.
+
+Owns the setting that all policies meet, and which code a result depends on. Knows nothing of processes, files of results and the page.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import statistics
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.policies_table import Result, Unit
+from scavenger.simulate import traces
+from scavenger.simulate.driver import simulate
+from scavenger.simulate.engine import Streams
+from scavenger.simulate.fleet import Fleet
+from scavenger.simulate.lengths import Remembered
+from scavenger.simulate.outcome import Outcome
+from scavenger.simulate.play import contender
+from scavenger.simulate.published import STACK, Setting, scenario
+from scavenger.simulate.scenario import Scenario
+
+ROOT = Path(__file__).resolve().parents[1]
+SEGMENTS = Path(__file__).with_name("segments.json")
+MODELS = {"Qwen3-8B": 8, "Qwen3-14B": 8, "Qwen3-32B": 16}  # -> reserved GPUs
+CAPS = (1, 2, 4, 8, 0)  # pairs; 0 = uncapped
+UNCAPPED = 128
+#: A live daemon's heartbeats come every second or so, and Slurm is looked at as often as the site allows: for all policies alike.
+HEARTBEAT_S = OBSERVE_S = 10.0
+EARTH_END_S = 72 * 3600.0
+PRICES = (10.47, 2.66)  # dollars an hour of a reserved and of a harvested GPU
+
+
+def fleet_of(folder: Path, name: str, seed: int) -> Fleet:
+    """The segment's fleet. Of spot instances the trace has only the number: which one goes is drawn by the seed."""
+    described = json.loads(SEGMENTS.read_text())
+    one = next(one for one in described["segments"] if one["name"] == name)
+    path = folder / one["trace"]
+    if "source" in one:
+        whole = traces.read_spot(path, one["source"], STACK.engine_gpus, Streams(seed).stream("instances"))
+    else:
+        whole = traces.read_nodes(path, 8, EARTH_END_S)
+    return whole.segment(one["start_s"], described["length_s"])
+
+
+@functools.cache
+def lengths_of(setting: Setting) -> Remembered:
+    return Remembered(setting.lengths())
+
+
+def scenario_of(unit: Unit, fleet: Fleet) -> Scenario:
+    """The published setting over the whole segment, with as many engines as the cell allows; weights are relayed, for all policies."""
+    setting = Setting(unit.model, MODELS[unit.model])
+    return replace(
+        scenario(setting, fleet, steps=0, seed=unit.seed), max_engines=unit.pairs or UNCAPPED, relay=True, heartbeat_s=HEARTBEAT_S,
+        observe_s=OBSERVE_S, lengths=lengths_of(setting),
+    )  # fmt: skip
+
+
+def result_of(out: Outcome, cpu_s: float) -> Result:
+    reserved, harvested = PRICES
+    parts = ("seed_s", "wait_s", "train_s")
+    seed_s, wait_s, train_s = (statistics.mean([getattr(step, part) for step in out.steps] or [0.0]) for part in parts)
+    return Result(
+        out.tokens_per_s, out.tokens_per_dollar(reserved, harvested), out.tokens_per_dollar(reserved, 0.0), len(out.steps), out.starts,
+        out.wasted_starts, out.preemptions, out.harvested_gpu_hours, out.step_seconds / max(1, len(out.steps)),
+        seed_s, wait_s, train_s, cpu_s=cpu_s,
+    )  # fmt: skip
+
+
+Alone = dict[tuple[str, int], Result]
+
+
+def play(unit: Unit, folder: Path, policies: Sequence[str], alone: Alone) -> dict[str, Result]:
+    """`alone`: what colocated did by model and seed; added to."""
+    cell = scenario_of(unit, fleet_of(folder, unit.segment, unit.seed))
+    found = {}
+    for name in policies:
+        known = alone.get((unit.model, unit.seed)) if name == "colocated" else None
+        if known is not None:
+            found[name] = replace(known, cpu_s=0.0)
+            continue
+        started = time.process_time()
+        out = simulate(cell, contender(name, cell))
+        found[name] = result_of(out, time.process_time() - started)
+    if "colocated" in found:
+        alone[unit.model, unit.seed] = found["colocated"]
+    return found
+
+
+@functools.cache
+def code_of() -> str:
+    """What a unit's result depends on besides the traces: the modules that are played, and the scenario."""
+    played = [path for part in ("router", "harvest", "simulate") for path in ROOT.glob(f"scavenger/{part}/**/*.py")]
+    told = hashlib.blake2b(digest_size=8)
+    for path in sorted([*played, ROOT / "scavenger/phases.py", SEGMENTS, Path(__file__)]):
+        told.update(path.read_bytes())
+    return told.hexdigest()
+
+
+def commit_of() -> str:
+    """The commit of this tree, for a person to find; `+` where what is played was changed since. Empty without git."""
+    try:
+        named = _git("rev-parse", "--short=10", "HEAD")
+        return named + "+" * bool(_git("status", "--porcelain", "--", "scavenger", "benchmarks"))
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
