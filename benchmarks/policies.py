@@ -36,7 +36,7 @@ from pathlib import Path
 from benchmarks.policies_table import COMPARED, Found, Result, Unit, cpu, page
 from scavenger.errors import ConfigError
 from scavenger.simulate import traces
-from scavenger.simulate.clairvoyant_site import clairvoyant
+from scavenger.simulate.contenders import contender
 from scavenger.simulate.driver import simulate
 from scavenger.simulate.engine import Streams
 from scavenger.simulate.fleet import Fleet
@@ -107,7 +107,7 @@ def play(unit: Unit, folder: Path, policies: Sequence[str], alone: Alone) -> dic
             found[name] = replace(known, cpu_s=0.0)
             continue
         started = time.process_time()
-        out = simulate(cell, clairvoyant(cell) if name == "clairvoyant" else CONTENDERS[name])
+        out = simulate(cell, contender(name, cell))
         found[name] = result_of(out, time.process_time() - started)
     if "colocated" in found:
         alone[unit.model, unit.seed] = found["colocated"]

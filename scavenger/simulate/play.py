@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from scavenger.errors import ConfigError
 from scavenger.simulate.comparison import Play, Played, speed_up
+from scavenger.simulate.contenders import contender as contender_of
 from scavenger.simulate.decode import Efficiency, EngineSpec
 from scavenger.simulate.driver import simulate
 from scavenger.simulate.fleet import Fleet
@@ -118,7 +119,7 @@ def player(plan: Plan, fleet: Fleet, efficiency: Efficiency, steps: int = 0) -> 
 
     def play(policy: str, seed: int, progress: Callable[[float], None]) -> Played:
         scenario = scenario_of(plan, fleet, efficiency, steps, seed)
-        contender = CONTENDERS[policy]
+        contender = contender_of(policy, scenario)
 
         def shown(now_s: float, done: int) -> None:
             progress(max(now_s / fleet.end_s, done / steps if steps else 0.0))
