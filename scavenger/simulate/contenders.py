@@ -1,8 +1,7 @@
 """A contender by its name, made for one scenario: what an operator profiles of its engines before a run, the baselines are told. Pure.
 
-RLBoost's B is "profiled": here from the engine's decode curve and KV cache, with answers like the run's. Theta is a threshold that its paper
-gives no figure for: twice B, which is the best of those that `benchmarks/sweep.py` tries. Reserved engines are taken to be like harvested
-ones.
+RLBoost's B is "profiled": here from the engine's decode curve and KV cache, with answers like the run's. Its paper gives no figure for
+Theta: twice B, which does best of what `benchmarks/sweep.py` tries. Reserved engines are taken to be like harvested ones.
 """
 
 from __future__ import annotations

@@ -72,6 +72,7 @@ class RLBoost:
 
     def _pending(self, view: RunView, now: float) -> list[tuple[Slots, int]]:
         """The instances, each with how many are pending there."""
+        self._look(view, now)
         while self._given and self._given[0][0] <= now - FIRST_TOKEN_S:
             self._given.popleft()
         fresh = Counter(worker_id for _, worker_id in self._given)
@@ -91,7 +92,9 @@ class RLBoost:
         self._given.append((now, worker_id))
 
     def _look(self, view: RunView, now: float) -> None:
-        """Count anew what is not heard of, if any instance with such requests has spoken since that was last done."""
+        """Count anew what is not heard of, if an instance with such requests has spoken since that was last done."""
+        if not any(self._unheard[slot.worker_id] for slot in view.slots()):
+            return
         if not any(self._unheard[worker.id] and worker.beat_at >= self._looked_at for worker in view.workers):
             return
         queues, unheard, coming = defaultdict[int, list[SampleView]](list), defaultdict[int, int](int), {}
@@ -112,9 +115,6 @@ class RLBoost:
     def place(self, view: RunView, now: float) -> Sequence[Placement]:
         theta, share = self._settings.theta, self._share.each
         pending = self._pending(view, now)
-        if any(count >= theta for _, count in pending):
-            self._look(view, now)
-            pending = self._pending(view, now)
         rooms = [(slot.leases, slot.worker_id, min(slot.max_batch, share, slot.leases + theta - count)) for slot, count in pending]
         heap = [room for room in rooms if room[0] < room[2]]
         heapq.heapify(heap)
@@ -130,7 +130,6 @@ class RLBoost:
         return found
 
     def rebalance(self, view: RunView, now: float) -> Sequence[Move]:
-        self._look(view, now)
         batch = self._settings.batch
         instances = {slot.worker_id: Instance(slot.worker_id, slot.leases, count) for slot, count in self._pending(view, now)}
         empty = [one for one in instances.values() if not one.pending]
