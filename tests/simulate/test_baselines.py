@@ -35,7 +35,8 @@ class Hand:
 
     def __init__(self, policy: RouterPolicy, workers: Sequence[int], samples: int, siblings: int = 8, most: int = 256) -> None:
         self.policy, self.workers, self.most = policy, list(workers), most
-        self.samples = {i: SampleView(id=i, group_id=i // siblings, index=i % siblings, prompt_tokens=100, cap=9000) for i in range(samples)}
+        numbers = [(i, *divmod(i, siblings)) for i in range(samples)]
+        self.samples = {i: SampleView(id=i, group_id=of, index=index, prompt_tokens=100, cap=9000) for i, of, index in numbers}
         self.beats: dict[int, float] = dict.fromkeys(workers, 0.0)
         policy.observe(StepSubmitted(1, "train", samples, samples // siblings), 0.0)
 
@@ -207,7 +208,10 @@ def test_b_is_what_the_cache_and_the_decode_curve_of_the_engine_allow() -> None:
 # ---------------------------------------------------------------- the window and the limit
 
 
-def told(seeding: Seeding | PolyRL | RLBoost, *facts: tuple[float, Fact]) -> None:
+Told = tuple[float, Fact]
+
+
+def told(seeding: Seeding | PolyRL | RLBoost, *facts: Told) -> None:
     for now, fact in facts:
         seeding.observe(fact, now)
 
@@ -224,7 +228,7 @@ def finished() -> SampleFinished:
     return SampleFinished(1, 1, 1, 100, 100, False, 5, "harvested", "n")
 
 
-def step(start: float, wait_train: float, wait_remote: float, *between: tuple[float, Fact], train_s: float = 50.0) -> list[tuple[float, Fact]]:
+def step(start: float, wait_train: float, wait_remote: float, *between: Told, train_s: float = 50.0) -> list[Told]:
     """A step of 100 s."""
     metrics = {"seconds_wait": wait_train, "seconds_train": train_s, "seconds_update": 0.0}
     last = (start + 100.0 - wait_remote, finished())

@@ -109,7 +109,7 @@ def test_ours_and_the_mixtures_use_all_engines_to_the_end_of_generation(name: st
 
 
 def test_the_clairvoyant_uses_all_engines_to_the_end_of_generation() -> None:
-    """With as many slots as samples: else it gives ten each to thirteen of the sixteen engines, whose steps are hardly longer than eight's."""
+    """With as many slots as samples: else it gives ten each to thirteen engines, whose steps are hardly longer than eight's."""
     scenario = replace(instant(EQUAL), steps=4, max_batch=8)
     out = simulate(scenario, contender_of("clairvoyant", scenario))
     assert out.steps[-1].harvested == 8
