@@ -3,14 +3,15 @@
     python -m benchmarks.sweep --traces DIR [--segments A,B] [--models M,N] [--pairs 4] [--seeds 3] [--jobs 2]
 
 Cells, scenario and lengths are those of `policies.py`. The paper gives eta and the floor; Theta and B are multiples of what is profiled
-(`contenders.profiled`). A unit of work is one cell with one seed, all variants on the same fleet and lengths; ratios are taken seed by seed.
-The best is chosen for each cell by its median over the seeds, after the fact: what a user could gain by tuning for this very cell. The
-default takes under 5 minutes on two cores.
+(`contenders.profiled`). A unit of work is one cell with one seed, all variants on the same fleet and lengths; ratios are taken seed by
+seed. The best is chosen for each cell by its median over the seeds, after the fact: what a user could gain by tuning for this very cell.
+The default takes under 5 minutes on two cores; interrupted, it prints what it has.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import sys
@@ -54,6 +55,8 @@ def play(cell: Scenario) -> dict[str, float]:
 
 def work(folder: Path) -> None:
     """A worker process: units come as JSON lines, speeds leave as JSON lines."""
+    gc.freeze()
+    gc.set_threshold(200_000, 20, 100)  # as `policies.work`: samples name no cycle that is not taken apart
     for line in sys.stdin:
         unit = Unit(**json.loads(line))
         speeds = play(scenario_of(unit, fleet_of(folder, unit.segment, unit.seed)))
@@ -118,11 +121,15 @@ def main() -> None:
     ]
     argv = [sys.executable, "-m", "benchmarks.sweep", "--traces", str(asked.traces.resolve()), "--worker"]
     found: Speeds = {}
-    for line in spread(units, max(1, min(asked.jobs, len(units))), argv):
-        answer = json.loads(line)
-        found[Unit(**answer["unit"])] = answer["speeds"]
-        print(f"{len(found)} of {len(units)} units", file=sys.stderr)
-    print(page(found))
+    try:
+        for line in spread(units, max(1, min(asked.jobs, len(units))), argv):
+            answer = json.loads(line)
+            found[Unit(**answer["unit"])] = answer["speeds"]
+            print(f"{len(found)} of {len(units)} units", file=sys.stderr)
+    except KeyboardInterrupt:
+        print(f"ended after {len(found)} of {len(units)} units")
+    if found:
+        print(page(found))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ Owns the rule and what keeps it from going back and forth. Knows neither when it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from scavenger.router.policy import Move, SampleView
@@ -46,42 +47,37 @@ class Balancer:
     def _waiting(self, instances: Sequence[Instance], empty: Sequence[Instance]) -> list[Move]:
         """From the longest queue first, its last request first; to whom has fewest requests, until queues and numbers are even."""
         found: list[Move] = []
-        gave: list[tuple[SampleView, Instance]] = []
         queued = [one for one in instances if one.waiting] if empty else []
         while queued:
             giver = max(queued, key=lambda one: (one.pending, one.leases, -one.id))
             sample = giver.waiting.pop()
             if not giver.waiting:
                 queued.remove(giver)
-
-            def gains(taker: Instance, giver: Instance = giver, sample: SampleView = sample) -> bool:
-                shorter = taker.pending < giver.pending or taker.leases + 1 < giver.leases
-                return shorter and taker.leases < self._left.get((sample.id, taker.id), taker.leases + 1)
-
-            if (taker := self._taker(empty, gains)) is not None:
+            shorter = [one for one in empty if one.pending < giver.pending or one.leases + 1 < giver.leases]
+            # Where it waited before it would wait again, unless something ended there meanwhile.
+            taker = self._taker([one for one in shorter if one.leases < self._left.get((sample.id, one.id), math.inf)])
+            if taker is not None:
                 reason = f"it is one of {giver.pending} that wait at {giver.id}; the queue of {taker.id} is empty"
                 found.append(_move(sample, giver, taker, reason))
                 giver.pending -= 1
-                gave.append((sample, giver))
-        # Back where it waited it would wait again, unless something ended there meanwhile.
-        self._left |= {(sample.id, giver.id): giver.leases for sample, giver in gave}
+        leases = {one.id: one.leases for one in instances}
+        self._left |= {(move.sample_id, move.from_worker): leases[move.from_worker] for move in found}
         return found
 
     def _excess(self, instances: Sequence[Instance], idle: Sequence[Instance]) -> list[Move]:
         """The shortest, which cost least to prefill again; until idle ones have as many as those that give."""
         found: list[Move] = []
-        for giver in instances if idle else ():
-            excess = max(len(giver.executed) - self._batch, 0)
+        for giver in instances:
+            excess = max(len(giver.executed) - self._batch, 0) if idle else 0
             for sample in sorted(giver.executed, key=lambda s: (s.prompt_tokens + s.length, s.id))[:excess] if excess else ():
-                taker = self._taker(idle, lambda one, giver=giver: one.leases + 1 < giver.leases)  # type: ignore[misc]
+                taker = self._taker([one for one in idle if one.leases + 1 < giver.leases])
                 if taker is None:
                     break
                 found.append(_move(sample, giver, taker, f"{giver.id} executes more than {self._batch}, {taker.id} none"))
         return found
 
-    def _taker(self, among: Sequence[Instance], gains: Callable[[Instance], bool]) -> Instance | None:
-        able = (one for one in among if one.pending < self._theta and gains(one))
-        return min(able, key=lambda one: (one.leases, one.id), default=None)
+    def _taker(self, among: Sequence[Instance]) -> Instance | None:
+        return min((one for one in among if one.pending < self._theta), key=lambda one: (one.leases, one.id), default=None)
 
 
 def _move(sample: SampleView, giver: Instance, taker: Instance, reason: str) -> Move:
