@@ -20,10 +20,10 @@ from pathlib import Path
 from benchmarks.many import each, ratio, spread
 from benchmarks.policies_cells import fleet_of, scenario_of
 from benchmarks.policies_table import Unit
+from scavenger.simulate.contenders import contender
 from scavenger.simulate.driver import simulate
 from scavenger.simulate.oracle_site import SiteBound
 from scavenger.simulate.outcome import StepOutcome
-from scavenger.simulate.play import contender
 from scavenger.simulate.policies.ours import ABLATIONS
 from scavenger.simulate.policies.registry import MIXTURES
 from scavenger.simulate.scenario import Scenario

@@ -34,7 +34,7 @@ from pathlib import Path
 from benchmarks.policies_cells import CAPS, MODELS, ROOT, SEGMENTS, Alone, code_of, commit_of, play
 from benchmarks.policies_table import COMPARED, Found, Result, Unit, cpu, page
 from scavenger.errors import ConfigError
-from scavenger.simulate.play import KNOWN
+from scavenger.simulate.contenders import KNOWN
 
 # ---------------------------------------------------------------- processes
 

@@ -17,12 +17,12 @@ from pathlib import Path
 
 from benchmarks.policies_table import Result, Unit
 from scavenger.simulate import traces
+from scavenger.simulate.contenders import contender
 from scavenger.simulate.driver import simulate
 from scavenger.simulate.engine import Streams
 from scavenger.simulate.fleet import Fleet
 from scavenger.simulate.lengths import Remembered
 from scavenger.simulate.outcome import Outcome
-from scavenger.simulate.play import contender
 from scavenger.simulate.published import STACK, Setting, scenario
 from scavenger.simulate.scenario import Scenario
 

@@ -14,27 +14,31 @@ import json
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from scavenger.simulate import traces
 from scavenger.simulate.contender import Contender
+from scavenger.simulate.contenders import profiled
 from scavenger.simulate.driver import simulate
 from scavenger.simulate.engine import Streams
 from scavenger.simulate.fleet import Fleet
 from scavenger.simulate.outcome import Outcome
 from scavenger.simulate.policies.colocated import COLOCATED
-from scavenger.simulate.policies.rlboost import Settings, rlboost
+from scavenger.simulate.policies.rlboost import rlboost
 from scavenger.simulate.published import ROWS, STACK, Quantity, Row, Setting, scenario, steady, throughput
+from scavenger.simulate.scenario import Scenario
 
 SEGMENTS = Path(__file__).with_name("segments.json")
 PAIR = STACK.engine_gpus
 
-CONTENDERS: dict[str, Contender] = {
-    "colocated": COLOCATED,
-    "rlboost": rlboost(Settings(theta=STACK.pending, batch=STACK.pending)),
-    "rlboost without seeding": rlboost(Settings(theta=STACK.pending, batch=STACK.pending, seeds=False)),
-    "rlboost without memo": rlboost(Settings(theta=STACK.pending, batch=STACK.pending, memo=False)),
-}
+
+def contender_of(policy: str, cell: Scenario) -> Contender:
+    """As in a row, with what is profiled for its scenario."""
+    if policy == "colocated":
+        return COLOCATED
+    settings = profiled(cell)
+    return rlboost(replace(settings, seeds=policy != "rlboost without seeding", memo=policy != "rlboost without memo"), policy)
 
 
 def spot_fleets(path: Path, seed: int) -> list[Fleet]:
@@ -64,7 +68,8 @@ class Bench:
             outs = []
             for seed in range(self._seeds):
                 for fleet, steps in self._fleets(setting, seed):
-                    outs.append(simulate(scenario(setting, fleet, steps, seed), CONTENDERS[policy]))
+                    cell = scenario(setting, fleet, steps, seed)
+                    outs.append(simulate(cell, contender_of(policy, cell)))
             self._known[policy, setting] = outs
         return self._known[policy, setting]
 

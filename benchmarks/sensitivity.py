@@ -20,6 +20,7 @@ from pathlib import Path
 from benchmarks.many import each, median, ratio, spread
 from scavenger.errors import ConfigError
 from scavenger.simulate import presets, synthetic
+from scavenger.simulate.contenders import contender
 from scavenger.simulate.driver import simulate
 from scavenger.simulate.engine import Streams
 from scavenger.simulate.fleet import Fleet
@@ -118,7 +119,8 @@ def play(unit: Unit) -> dict[str, float]:
     """Tokens a second by policy, without the first steps: policies learn. 0: no step ended."""
     found = {}
     for name in unit.policies:
-        done = simulate(scenario(unit.cell, unit.seed, unit.steps), CONTENDERS[name]).steps
+        played = scenario(unit.cell, unit.seed, unit.steps)
+        done = simulate(played, contender(name, played)).steps
         kept = done[int(len(done) * WARM_UP) :]
         found[name] = sum(step.tokens for step in kept) / (kept[-1].end_s - kept[0].start_s) if kept else 0.0
     return found

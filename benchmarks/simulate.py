@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 from scavenger.simulate import presets, synthetic, traces
+from scavenger.simulate.contenders import contender
 from scavenger.simulate.driver import simulate
 from scavenger.simulate.engine import Streams
 from scavenger.simulate.fleet import Fleet
@@ -58,13 +59,14 @@ def main() -> None:
     fleet = traces.read_nodes(asked.trace, 8, 72 * 3600.0) if asked.trace else synthetic.generate(Streams(0), end_s)
     fleet = fleet.segment(0.0, end_s) if fleet.end_s > end_s else fleet
     gc.freeze()
+    played = scenario(fleet)
     profile = cProfile.Profile() if asked.profile else None
     started = time.process_time()
     if profile is not None:
-        out = profile.runcall(simulate, scenario(fleet), CONTENDERS[asked.policy])
+        out = profile.runcall(simulate, played, contender(asked.policy, played))
         pstats.Stats(profile).sort_stats("tottime").print_stats(35)
     else:
-        out = simulate(scenario(fleet), CONTENDERS[asked.policy])
+        out = simulate(played, contender(asked.policy, played))
     print(told(out, fleet, time.process_time() - started))
 
 

@@ -11,16 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from scavenger.errors import ConfigError
-from scavenger.simulate.clairvoyant_site import clairvoyant
 from scavenger.simulate.comparison import Play, Played, speed_up
-from scavenger.simulate.contender import Contender
+from scavenger.simulate.contenders import KNOWN, contender
 from scavenger.simulate.decode import Efficiency, EngineSpec
 from scavenger.simulate.driver import simulate
 from scavenger.simulate.fleet import Fleet
 from scavenger.simulate.lengths import Lognormal
 from scavenger.simulate.outcome import Outcome
 from scavenger.simulate.plan import Assumed, Plan, assumptions
-from scavenger.simulate.policies.registry import CONTENDERS
 from scavenger.simulate.presets import COLD_CACHE
 from scavenger.simulate.published import STACK, trainer_of
 from scavenger.simulate.report import Series
@@ -76,15 +74,6 @@ OURS, ALONE = "ours", "colocated"
 
 #: What is compared where nobody says otherwise: neither ablations nor mixtures.
 USUAL = (ALONE, "disaggregated", "polyrl", "rlboost", OURS)
-
-
-#: Every policy's name. The clairvoyant one is told what this very scenario holds.
-CLAIRVOYANT = "clairvoyant"
-KNOWN = (*CONTENDERS, CLAIRVOYANT)
-
-
-def contender(name: str, scenario: Scenario) -> Contender:
-    return clairvoyant(scenario) if name == CLAIRVOYANT else CONTENDERS[name]
 
 
 def contenders(names: Sequence[str]) -> tuple[str, ...]:

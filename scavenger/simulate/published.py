@@ -39,7 +39,6 @@ class Stack:
     max_sequences: int = 256
     token_budget: int = 16_384
     min_stream_samples: int = 16
-    pending: int = 64  # Theta and B of the paper, which gives no figure: assumed
     forwards: int = 2  # old log-probabilities, and the reference for the KL loss
     recompute: bool = True  # enable_gradient_checkpointing
     offload_optimizer: bool = True

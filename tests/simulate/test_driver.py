@@ -14,6 +14,7 @@ from scavenger.router.predictive_settings import Settings
 from scavenger.simulate import driver, presets
 from scavenger.simulate import trainer_model as cost
 from scavenger.simulate.contender import Contender
+from scavenger.simulate.contenders import contender as contender_of
 from scavenger.simulate.decode import EngineSpec
 from scavenger.simulate.driver import simulate
 from scavenger.simulate.engine import Streams
@@ -107,6 +108,23 @@ def instant(scenario: Scenario) -> Scenario:
 
 def test_rlboost_with_a_window_longer_than_generation_uses_all_engines_at_once() -> None:
     out = simulate(replace(instant(EQUAL), steps=4), rlboost(RLBoostSettings(first_s=1e4, eta=0.0)))
+    assert out.steps[-1].harvested == 8
+    assert out.steps[-1].seconds == pytest.approx(generation_s(ENGINE, 8) + training_s(EQUAL), rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["ours", "rlboost + our harvest", "ours + rlboost's window"])
+def test_ours_and_the_mixtures_use_all_engines_to_the_end_of_generation(name: str) -> None:
+    """Toggles are free and all answers end at once, so no window is better; rlboost's 30 s are longer than generation."""
+    scenario = replace(instant(EQUAL), steps=6)
+    out = simulate(scenario, contender_of(name, scenario))
+    assert out.steps[-1].harvested == 8
+    assert out.steps[-1].seconds == pytest.approx(generation_s(ENGINE, 8) + training_s(EQUAL), rel=0.01)
+
+
+def test_the_clairvoyant_uses_all_engines_to_the_end_of_generation() -> None:
+    """With as many slots as samples: else it gives ten each to thirteen engines, whose steps are hardly longer than eight's."""
+    scenario = replace(instant(EQUAL), steps=4, max_batch=8)
+    out = simulate(scenario, contender_of("clairvoyant", scenario))
     assert out.steps[-1].harvested == 8
     assert out.steps[-1].seconds == pytest.approx(generation_s(ENGINE, 8) + training_s(EQUAL), rel=0.01)
 

@@ -7,12 +7,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from scavenger.simulate.contender import Contender
+from scavenger.simulate.contenders import contender
 from scavenger.simulate.driver import simulate
 from scavenger.simulate.engine import Streams
 from scavenger.simulate.oracle import Engine, Group, Step
-from scavenger.simulate.policies.colocated import COLOCATED
-from scavenger.simulate.policies.rlboost import Settings, rlboost
 from scavenger.simulate.published import ROWS, STACK, Quantity, Row, Setting, scenario, steady, throughput
 from scavenger.simulate.trainer_model import publish_s, to_generating_s, to_training_s
 from tests.simulate.one_step import Fixed, Play
@@ -46,20 +44,20 @@ def row(name: str) -> Row:
     return next(one for one in ROWS if one.name == name)
 
 
-def simulated(pairs: int, contender: Contender, steps: int) -> float:
-    return throughput(simulate(scenario(Setting(pairs=pairs), steady(pairs, 1e6), steps, 0), contender))
+def simulated(pairs: int, policy: str, steps: int) -> float:
+    cell = scenario(Setting(pairs=pairs), steady(pairs, 1e6), steps, 0)
+    return throughput(simulate(cell, contender(policy, cell)))
 
 
 def test_the_constants_give_the_colocated_row() -> None:
-    assert abs(row("colocated").error(simulated(0, COLOCATED, 2))) < 0.05
+    assert abs(row("colocated").error(simulated(0, "colocated", 2))) < 0.05
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("pairs", [1, 2, 3, 4])
 def test_the_constants_give_the_rows_with_constant_pairs(pairs: int) -> None:
-    contender = rlboost(Settings(theta=STACK.pending, batch=STACK.pending))
     name = "rlboost, 1 pair" if pairs == 1 else f"rlboost, {pairs} pairs"
-    assert abs(row(name).error(simulated(pairs, contender, 12))) < 0.10
+    assert abs(row(name).error(simulated(pairs, "rlboost", 12))) < 0.10
 
 
 def test_the_table_has_every_published_point_once() -> None:

@@ -3,39 +3,46 @@
 - window and instance limit: `seeding`.
 - load balancing: a request goes to the instance with the shortest queue among those with fewer than Theta pending ones; the others wait at
   the router. An instance whose queue is empty gets pending requests of others; an idle one also max(m_exec - B, 0) of those that a peer
-  executes, B being the batch beyond which more requests hardly add throughput (profiled).
+  executes, B being the batch beyond which more requests hardly add throughput, which is profiled (`simulate.profile`): `balancing`.
 - an instance that loads the step's weights counts among the queues, so that the first to have them does not get everything.
 - micro-batches are trained in any order (all contenders do).
 
-A lease is *pending* when its instance has reported since it was given, and no token of it.
+The paper's instances tell at once what they execute, ours with a heartbeat. A request is thus *pending* from the moment it is given until
+a token of it was heard of, or until the time of a first token is over while it is one of its instance's first B, which are taken to fit.
+Instances serve in order: one that had the time to prefill all that it was given, and then spoke of no token of the first, executes none
+of them. Nothing else is profiled but B, Theta and how fast an engine prefills.
 """
 
 from __future__ import annotations
 
 import functools
 import heapq
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from scavenger.router.policy import Fact, Move, Placement, RunView, SampleView, WindowDecision
+from scavenger.router.placement import Slots
+from scavenger.router.policy import Fact, Move, Placement, RunView, SampleView, StepSubmitted, WindowDecision
 from scavenger.simulate.contender import Contender
+from scavenger.simulate.policies.balancing import Balancer, Instance
 from scavenger.simulate.policies.even import Share
 from scavenger.simulate.policies.seeding import Seeding
 
-#: A request that is executed has its first token after this at the latest.
-PREFILL_S = 1.0
+#: A request that is executed has its first token after this, and the prefill of all that its instance was given.
+FIRST_TOKEN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The paper's eta and floor; its Theta and B depend on the engine (these fit Qwen3-8B on H100), all are swept."""
+    """The paper's eta and floor. What depends on the engine is for who knows nothing of it: the rest is profiled (`simulate.profile`)."""
 
     eta: float = 1 / 3
     floor_s: float = 5.0
     first_s: float = 30.0
     theta: int = 64
     batch: int = 64
+    prefill_tokens_s: float = 40_000.0
     memo: bool = True
     seeds: bool = True  # False: reserved GPUs do not generate while there are instances
 
@@ -48,19 +55,68 @@ class RLBoost:
     def __init__(self, settings: Settings = Settings()) -> None:
         self._settings = settings
         self._seeding = Seeding(settings.eta, settings.floor_s if settings.seeds else 0.0, settings.first_s, memo=settings.memo)
+        self._balancer = Balancer(settings.theta, settings.batch)
         self._share = Share()
-        self._pending: dict[int, int] = defaultdict(int)  # by worker: as of the last look, and given since
+        # By instance: of whom no token was heard at the last look, and who was given since. It is never too few.
+        self._unheard: dict[int, int] = defaultdict(int)
+        self._waiting: set[int] = set()  # instances that executed none of these at the last look
+        self._given: deque[tuple[float, int]] = deque()  # (when, to whom) within `FIRST_TOKEN_S`
+        self._looked_at = -math.inf
+        self._coming: dict[int, int] = {}  # samples that were asked back for an instance, and are not there yet
 
     def observe(self, fact: Fact, now: float) -> None:
         self._seeding.observe(fact, now)
         self._share.observe(fact)
+        if isinstance(fact, StepSubmitted):
+            self._balancer.forget()
+
+    def _pending(self, view: RunView, now: float) -> list[tuple[Slots, int]]:
+        """The instances, each with how many are pending there."""
+        self._look(view, now)
+        while self._given and self._given[0][0] <= now - FIRST_TOKEN_S:
+            self._given.popleft()
+        fresh = Counter(worker_id for _, worker_id in self._given)
+        found = []
+        for slot in view.slots():
+            here = slot.worker_id
+            most = self._unheard[here]
+            if most > slot.leases:  # who holds nothing says nothing, and need not be waited for
+                most = min(most, slot.leases + sum(to == here for to in self._coming.values()))
+            if here not in self._waiting:
+                most = min(most, max(slot.leases - self._settings.batch, fresh[here]))
+            found.append((slot, most))
+        return found
+
+    def _give(self, worker_id: int, now: float) -> None:
+        self._unheard[worker_id] += 1
+        self._given.append((now, worker_id))
+
+    def _look(self, view: RunView, now: float) -> None:
+        """Count anew what is not heard of, if an instance with such requests has spoken since that was last done."""
+        if not any(self._unheard[slot.worker_id] for slot in view.slots()):
+            return
+        if not any(self._unheard[worker.id] and worker.beat_at >= self._looked_at for worker in view.workers):
+            return
+        queues, unheard, coming = defaultdict[int, list[SampleView]](list), defaultdict[int, int](int), {}
+        for sample in view.samples:
+            if sample.moving and sample.id in self._coming:
+                coming[sample.id] = self._coming[sample.id]
+                unheard[coming[sample.id]] += 1
+            if sample.worker_id and sample.length <= sample.lease_offset:
+                queues[sample.worker_id].append(sample)
+                unheard[sample.worker_id] += 1
+        self._unheard, self._coming, self._looked_at = unheard, coming, now
+        self._waiting = {worker.id for worker in view.workers if worker.id in queues and self._waits(queues[worker.id], worker.beat_at)}
+
+    def _waits(self, queue: Sequence[SampleView], beat_at: float) -> bool:
+        prefill_s = sum(sample.prompt_tokens + sample.lease_offset for sample in queue) / self._settings.prefill_tokens_s
+        return min(sample.leased_at for sample in queue) + FIRST_TOKEN_S + prefill_s < beat_at
 
     def place(self, view: RunView, now: float) -> Sequence[Placement]:
-        if not self._pending_known(view):
-            self._count(view)
         theta, share = self._settings.theta, self._share.each
-        slots = [(s.leases, s.worker_id, min(s.max_batch, share)) for s in view.slots() if self._pending[s.worker_id] < theta]
-        heap = [slot for slot in slots if slot[0] < slot[2]]
+        pending = self._pending(view, now)
+        rooms = [(slot.leases, slot.worker_id, min(slot.max_batch, share, slot.leases + theta - count)) for slot, count in pending]
+        heap = [room for room in rooms if room[0] < room[2]]
         heapq.heapify(heap)
         found = []
         for waiting in view.waiting():
@@ -68,57 +124,42 @@ class RLBoost:
                 break
             leases, worker_id, most = heapq.heappop(heap)
             found.append(Placement(waiting.sample_id, worker_id))
-            self._pending[worker_id] += 1
-            if leases + 1 < most and self._pending[worker_id] < theta:
+            self._give(worker_id, now)
+            if leases + 1 < most:
                 heapq.heappush(heap, (leases + 1, worker_id, most))
         return found
 
-    def _pending_known(self, view: RunView) -> bool:
-        """Whether no instance is held back by what was pending at the last look: then a new look cannot change anything."""
-        return all(self._pending[slot.worker_id] < self._settings.theta for slot in view.slots())
-
-    def _count(self, view: RunView) -> None:
-        self._pending = defaultdict(int)
-        beats = {worker.id: worker.beat_at for worker in view.workers}
-        for sample in view.samples:
-            if sample.worker_id and _pends(sample, beats):
-                self._pending[sample.worker_id] += 1
-
     def rebalance(self, view: RunView, now: float) -> Sequence[Move]:
-        idle = [slot.worker_id for slot in view.slots() if not slot.leases]
-        self._pending = defaultdict(int) if not view.waits else self._pending
-        fullest = max((slot.leases for slot in view.slots()), default=0)
-        if not idle or view.waits or fullest <= self._settings.batch // 4:  # so few are all executed
+        batch = self._settings.batch
+        instances = {slot.worker_id: Instance(slot.worker_id, slot.leases, count) for slot, count in self._pending(view, now)}
+        empty = [one for one in instances.values() if not one.pending]
+        excess = any(not one.leases for one in empty) and any(one.leases > batch for one in instances.values())
+        waiting = [one for one in instances.values() if one.pending and (one.leases > batch or one.id in self._waiting)]
+        if not excess and not (empty and waiting):  # nobody to take, or nobody to give
             return ()
-        beats = {worker.id: worker.beat_at for worker in view.workers}
-        queues: dict[int, list[SampleView]] = defaultdict(list)
         for sample in view.samples:
-            if sample.worker_id and not sample.moving:
-                queues[sample.worker_id].append(sample)
-        spare = []  # (how many its instance has, sample): the fullest instance gives first
-        for held in queues.values():
-            pending = [s for s in held if _pends(s, beats)]
-            executing = len(held) - len(pending)
-            excess = max(0, executing - self._settings.batch)
-            running = sorted((s for s in held if not _pends(s, beats)), key=lambda s: (s.length, s.id))  # the least to prefill again
-            spare += [(len(held), s) for s in [*pending, *running[:excess]]]
-        spare.sort(key=lambda pair: (-pair[0], pair[1].id))
-        return [
-            Move(sample.id, sample.worker_id, idle[index % len(idle)], f"instance {sample.worker_id} has {held}, the other none")
-            for index, (held, sample) in enumerate(spare)
-        ]
+            if not sample.moving and (holder := instances.get(sample.worker_id)) is not None:
+                (holder.executed if sample.length > sample.lease_offset else holder.waiting).append(sample)
+        for one in instances.values():
+            one.waiting.sort(key=lambda sample: (sample.leased_at, sample.id))
+            if one.id not in self._waiting:
+                del one.waiting[: max(0, len(one.waiting) - max(0, one.leases - batch))]  # these have begun, or will at once
+        found = self._balancer.moves(list(instances.values()))
+        for move in found:
+            self._coming[move.sample_id] = move.to_worker
+            self._give(move.to_worker, now)
+        return found
 
     def window(self, view: RunView, now: float) -> WindowDecision | None:
         if not self._settings.seeds:
             return WindowDecision(True, "no seeding")
-        return self._seeding.window(view, now)
+        answer = self._seeding.window(view, now)
+        if view.waits and self._given:  # who waits may be placed when those have begun
+            return replace(answer, again_at=min(answer.again_at, now + FIRST_TOKEN_S))
+        return answer
 
     def engines(self, view: RunView, now: float) -> tuple[int, str]:
         return self._seeding.cap(sum(w.kind == "reserved" for w in view.workers), view.max_engines)
-
-
-def _pends(sample: SampleView, beats: Mapping[int, float]) -> bool:
-    return sample.length <= sample.lease_offset and beats.get(sample.worker_id, 0.0) > sample.leased_at + PREFILL_S
 
 
 def rlboost(settings: Settings = Settings(), name: str = "rlboost") -> Contender:
