@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from scavenger.cli_options import number
 from scavenger.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -26,17 +27,17 @@ def run_command(
     ignore: Annotated[list[str] | None, typer.Option("--ignore-partition", help="with --sacct: its jobs' GPUs count as idle")] = None,
     trace: Annotated[Path | None, typer.Option("--trace", help="over this trace (docs/simulate.md)")] = None,
     source: Annotated[str, typer.Option("--source", help="of a spot trace: which instances")] = "",
-    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", min=1, help="of a trace: GPUs of a node or instance")] = 8,
-    start_h: Annotated[float, typer.Option("--from", min=0, help="hours into the dump or trace at which the run begins")] = 0.0,
+    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", min=1, max=1024, help="of a trace: GPUs of a node or instance")] = 8,
+    start_h: Annotated[float, number("--from", "hours into the dump or trace at which the run begins", 0)] = 0.0,
     policy: Annotated[str, typer.Option("--policy", help="names with commas between, each compared with the first; default: five")] = "",
     steps: Annotated[int, typer.Option("--steps", min=1, help="optimizer steps, if the trace lasts so long")] = 10,
     seeds: Annotated[int, typer.Option("--seeds", min=1, help="runs of each policy, with lengths and cold starts of their own")] = 3,
     model: Annotated[str, typer.Option("--model", help="a preset's name; default: the run's own model.path")] = "",
     gpu: Annotated[str, typer.Option("--gpu", help="the GPU: H100, H200 or A100")] = "H100",
     constants: Annotated[Path | None, typer.Option("--constants", help="what `scavenger simulate calibrate --out` wrote")] = None,
-    sigma: Annotated[float, typer.Option("--sigma", help="of answer lengths' logarithms")] = 0.8,
-    capped_share: Annotated[float, typer.Option("--capped-share", help="of answers that reach sampling.max_tokens")] = 0.05,
-    correlation: Annotated[float, typer.Option("--correlation", help="of log lengths within a group")] = 0.5,
+    sigma: Annotated[float, number("--sigma", "of answer lengths' logarithms")] = 0.8,
+    capped_share: Annotated[float, number("--capped-share", "of answers that reach sampling.max_tokens")] = 0.05,
+    correlation: Annotated[float, number("--correlation", "of log lengths within a group")] = 0.5,
     prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1)] = 512,
     html: Annotated[Path | None, typer.Option("--html", help="write the report here too, one self-contained page")] = None,
 ) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from scavenger.cli_options import DEFAULT_CONFIG, ConfigOption
+from scavenger.cli_options import DEFAULT_CONFIG, ConfigOption, number
 from scavenger.cli_play import run_command
 from scavenger.cli_replay import replay_command
 from scavenger.errors import ConfigError
@@ -83,7 +83,7 @@ def site_command(
     live: Annotated[bool, typer.Option("--live", help="one look at the cluster that this host belongs to; changes nothing")] = False,
     trace: Annotated[Path | None, typer.Option("--trace", help="a trace of idle GPUs, jobs or spot instances (docs/simulate.md)")] = None,
     source: Annotated[str, typer.Option("--source", help="of a spot trace: which instances")] = "",
-    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", min=1, help="of a trace: GPUs of a node or instance")] = 8,
+    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", min=1, max=1024, help="of a trace: GPUs of a node or instance")] = 8,
     ignore: Annotated[
         list[str] | None,
         typer.Option("--ignore-partition", help="its jobs' GPUs count as idle, as an existing harvest partition's do; repeatable"),
@@ -92,12 +92,12 @@ def site_command(
     gpu: Gpu = "H100",
     gpus: Gpus = 1,
     engines: Annotated[int | None, typer.Option("--engines", min=1, help="engines at most; default: as many as fit")] = None,
-    cold_start_s: Annotated[float | None, typer.Option("--cold-start", min=0, help="s until an engine works; default: by model")] = None,
-    notice_s: Annotated[float, typer.Option("--notice", min=0, help="s until the daemon sees an idle GPU (cluster.observe_s)")] = 60.0,
-    grace_s: Annotated[float, typer.Option("--grace", min=0, help="the harvest partition's GraceTime, s")] = 0.0,
-    kill_wait_s: Annotated[float, typer.Option("--kill-wait", min=0, help="slurm.conf's KillWait, s")] = 30.0,
-    message_timeout_s: Annotated[float, typer.Option("--message-timeout", min=0, help="slurm.conf's MessageTimeout, s")] = 10.0,
-    sched_interval_s: Annotated[float, typer.Option("--sched-interval", min=0, help="SchedulerParameters' sched_interval, s")] = 60.0,
+    cold_start_s: Annotated[float | None, number("--cold-start", "s until an engine works; default: by model", 0)] = None,
+    notice_s: Annotated[float, number("--notice", "s until the daemon sees an idle GPU (cluster.observe_s)", 0)] = 60.0,
+    grace_s: Annotated[float, number("--grace", "the harvest partition's GraceTime, s", 0)] = 0.0,
+    kill_wait_s: Annotated[float, number("--kill-wait", "slurm.conf's KillWait, s", 0)] = 30.0,
+    message_timeout_s: Annotated[float, number("--message-timeout", "slurm.conf's MessageTimeout, s", 0)] = 10.0,
+    sched_interval_s: Annotated[float, number("--sched-interval", "SchedulerParameters' sched_interval, s", 0)] = 60.0,
     reserved_gpus: Annotated[int, typer.Option("--reserved-gpus", min=0, help="of the run whose speed-up is played; 0: none is")] = 8,
     timezone: Annotated[str, typer.Option("--timezone", help="for the hours of the day, as Europe/Berlin; default: this host's")] = "",
     partition: Annotated[

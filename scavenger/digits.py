@@ -1,6 +1,6 @@
 """Whole numbers in text that others wrote: plain ASCII digits, and not more of them than a number can have. Pure; knows no format.
 
-`str.isdigit` takes '²', which `int` refuses; `int` takes '٣' and '1_000', and refuses more than 4,300 digits with a `ValueError`.
+`str.isdigit` takes '²', which `int` refuses; `int` takes other scripts' digits and '1_000', and raises `ValueError` over 4,300 digits.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from scavenger.digits import whole
 from scavenger.errors import ConfigError
 
 T = TypeVar("T")
@@ -31,10 +32,11 @@ class Row:
 
     def whole(self, column: str, least: int | None = 0) -> int:
         """A whole number, at least `least` (None: any)."""
-        try:
-            value = int(self.cells[column])
-        except ValueError:
-            raise self.wrong(f"no whole number of {column}") from None
+        text = self.cells[column].strip()
+        size = whole(text[1:] if text.startswith(("+", "-")) else text)
+        if size is None:
+            raise self.wrong(f"no whole number of {column}")
+        value = -size if text.startswith("-") else size
         if least is not None and value < least:
             raise self.wrong(f"{column} is below {least}")
         return value
@@ -59,7 +61,10 @@ def rows(lines: Iterable[str], columns: Sequence[str]) -> Iterator[Row]:
     for number, line in enumerate(lines, 1):
         if line.startswith("#") or not line.strip():
             continue
-        cells = next(csv.reader([line.rstrip("\r\n")]))
+        try:
+            cells = next(csv.reader([line.rstrip("\r\n")]))
+        except csv.Error as error:  # a cell of over 128 KiB
+            raise ConfigError(f"line {number} is no CSV: {error}: {line[:80]!r}", "correct or remove the line") from error
         if header is None:
             header = cells
             missing = [column for column in columns if column not in header]

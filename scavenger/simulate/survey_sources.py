@@ -18,7 +18,7 @@ from scavenger.errors import ClusterError, ConfigError
 from scavenger.simulate import sacct, traces
 from scavenger.simulate.csvfile import read_csv, rows
 from scavenger.simulate.engine import Streams
-from scavenger.simulate.fleet import Fleet, Occupation, from_occupations, most_used
+from scavenger.simulate.fleet import MOST_NODE_GPUS, Fleet, Occupation, from_occupations, most_used
 from scavenger.simulate.sacct import Dump, SacctJob
 from scavenger.simulate.survey import Observed
 
@@ -64,7 +64,8 @@ def read_sacct(dump: Path, nodes: Path | None, ignore: Collection[str], now: flo
     jobs = tuple(job for job in jobs if chosen.intersection(job.nodes))
     fleet, gone = fleet.only(chosen), [name for name in gone if name in chosen]
     if gone:
-        notes.append(f"{len(gone)} nodes are down or drained now and count as in use since their last job: {', '.join(gone[:5])}")
+        some = ", ".join(map(repr, gone[:5]))
+        notes.append(f"{len(gone)} nodes are down or drained now and count as in use since their last job: {some}")
     held = tuple(job for job in found.occupations if any(node in chosen for node, _ in job.gpus_by_node))
     return Observed(fleet, found.since, held, _waits(jobs, found.since, ignore), (*found.notes, *notes))
 
@@ -83,10 +84,15 @@ def _known_kinds(nodes: Iterable[Node]) -> str:
 
 
 def _nodes(path: Path) -> tuple[Node, ...]:
+    remedy = f"make it with\n    {sacct.NODES_COMMAND}"
     try:
-        return parse_nodes("\n".join(read_lines(path)))
+        nodes = parse_nodes("\n".join(read_lines(path)))
     except ClusterError as error:
-        raise ConfigError(f"{path}: {error.cause}", f"make it with\n    {sacct.NODES_COMMAND}") from error
+        raise ConfigError(f"{path}: {error.cause}", remedy) from error
+    for node in nodes:
+        if node.gpus > MOST_NODE_GPUS:
+            raise ConfigError(f"{path}: node {node.name!r} has {node.gpus} GPUs; at most {MOST_NODE_GPUS:,} are taken", remedy)
+    return nodes
 
 
 def without_gone(dump: Dump, nodes: Sequence[Node]) -> tuple[Fleet, list[str]]:
@@ -151,10 +157,11 @@ def read_trace(path: Path, gpus_per_node: int, source: str, streams: Streams) ->
         known = read_csv(path, lambda lines: sorted({row.text("source") for row in rows(lines, ("source",))}))
         chosen = source or (known[0] if len(known) == 1 else "")
         if not chosen:
-            raise ConfigError(f"{path} has several sources", "choose with --source: " + ", ".join(known))
+            raise ConfigError(f"{path} has several sources", "choose with --source: " + ", ".join(map(repr, known))[:400])
         return Observed(traces.read_spot(path, chosen, gpus_per_node, streams.stream("spot", chosen)))
     if {"t_start", "t_end", "placement"} <= columns.keys():
         jobs = traces.read_jobs(path)
         fleet = from_occupations(f"{path.name} (placement simulated)", jobs, most_used(jobs), max(job.end_s for job in jobs))
         return Observed(fleet, jobs=jobs, notes=("nodes and their GPUs are the most ever in use: nodes that were always idle are missing",))
-    raise ConfigError(f"{path} is no trace that is known: it has the columns {', '.join(columns)}", "docs/simulate.md names them")
+    has = ", ".join(map(repr, columns))[:200]
+    raise ConfigError(f"{path} is no trace that is known: it has the columns {has}", "docs/simulate.md names them")

@@ -185,8 +185,8 @@ def test_host_lists(text: str, names: list[str]) -> None:
 
 ABSURD_LISTS = {
     "a product": "n[1-100000][1-100000]", "one part after the other": "n[" + ",".join(["1-90000"] * 50_000) + "]",
-    "digits": f"n[{'9' * 5000}]", "other digits": "n[²]", "Arabic digits": "n[١-٣]", "brackets": "n" + "[1]" * 5000, "a name": "n" * 300,
-    "a long name by many": f"{'n' * 300}[1-100000]", "items": ",".join(["n[1-99999]"] * 1000),
+    "digits": f"n[{'9' * 5000}]", "other digits": "n[²]", "Arabic digits": "n[\u0661-\u0663]", "brackets": "n" + "[1]" * 5000,
+    "a name": "n" * 300, "a long name by many": f"{'n' * 300}[1-100000]", "items": ",".join(["n[1-99999]"] * 1000),
 }  # fmt: skip
 
 
@@ -201,7 +201,7 @@ def test_a_host_list_that_no_cluster_has_is_refused_before_it_is_built(text: str
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("digits", ["9" * 5000, "٣" * 5000], ids=["ASCII", "Arabic"])
+@pytest.mark.parametrize("digits", ["9" * 5000, "\u0663" * 5000], ids=["ASCII", "Arabic"])
 def test_numbers_that_no_counter_can_hold_are_no_observation(digits: str) -> None:
     for read in (slurm_text.parse_duration, slurm_text.count_tasks, slurm_text.count_gpus):
         with pytest.raises(ClusterUnavailable):

@@ -122,6 +122,17 @@ def measured(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize(("run", "option"), [
+    ((), "--cold-start"), ((), "--notice"), ((), "--grace"), ((), "--kill-wait"), ((), "--message-timeout"), ((), "--sched-interval"),
+    (("run.toml",), "--from"), (("run.toml",), "--sigma"), (("run.toml",), "--capped-share"), (("run.toml",), "--correlation"),
+])  # fmt: skip
+def test_every_number_is_finite(run: tuple[str, ...], option: str, value: str) -> None:
+    done = simulate(*run, "--sacct", DUMP, "--reserved-gpus", "1", option, value)
+    assert done.exit_code == 2, done.output
+    assert f"'{option}'" in done.output
+
+
 def test_calibrate_finds_prints_and_writes_the_constants(tmp_path: Path) -> None:
     out = tmp_path / "constants.toml"
     text = shown("calibrate", measured(tmp_path), "--model", "Qwen3-8B", "--gpu", "H100", "--out", out)

@@ -273,7 +273,7 @@ def test_nodes_that_are_down_now_are_in_use_since_their_last_job(tmp_path: Path)
     idle = {name: asked(one).idle_gpu_h * 3600 for name, one in read.items()}
     # node0 never had a job: 4 GPUs for 29 s; node2's last job ended 3 s after the start; on node3 a job still runs
     assert idle["up"] - idle["down"] == pytest.approx(4 * 29 + 4 * 26)
-    assert any("2 nodes are down or drained now" in note and "node0, node2" in note for note in read["down"].notes)
+    assert any("2 nodes are down or drained now" in note and "'node0', 'node2'" in note for note in read["down"].notes)
     assert len(read["down"].jobs) == len(read["up"].jobs)  # what is down is nobody's job
 
 
@@ -315,6 +315,20 @@ def test_a_missing_file_and_nodes_that_are_none_are_named(tmp_path: Path) -> Non
     zipped.write_bytes(b"no gzip")
     with pytest.raises(ConfigError, match=r"dump\.gz cannot be read"):
         survey_sources.read_sacct(zipped, None, (), NOW)
+
+
+def test_a_node_with_more_gpus_than_any_has_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "nodes.txt"
+    path.write_text(
+        "NodeName=a\x1bc CPUAlloc=0 CPUTot=64 Gres=gpu:1025 RealMemory=1 AllocMem=0 State=IDLE Partitions=p CfgTRES= AllocTRES=\n", encoding="utf-8"
+    )
+    with pytest.raises(ConfigError, match=r"nodes\.txt: node 'a\\x1bc' has 1025 GPUs"):
+        survey_sources.read_sacct(DATA / "sacct_22.05.txt", path, (), NOW)
+
+
+def test_many_engines_on_many_nodes_are_placed_in_a_moment() -> None:
+    names = [f"n{number}" for number in range(20_000)]
+    assert len(replay(fleet(**dict.fromkeys(names, 8)), gpus=2)) == 80_000  # one look over all nodes each would take minutes
 
 
 def test_traces_are_told_apart_by_their_columns() -> None:
