@@ -79,11 +79,22 @@ def rows(lines: Iterable[str], columns: Sequence[str]) -> Iterator[Row]:
         raise ConfigError("the file is empty: it has not even a header", "check the path")
 
 
+def _whole(lines: Iterable[str]) -> Iterator[str]:
+    """The lines. Raises `ConfigError` for a last one without its end: a file that was cut in it would be read as another number."""
+    number, line = 0, "\n"
+    for line in lines:
+        number += 1
+        yield line
+    if not line.endswith("\n"):
+        remedy = "the file is cut off; if it is whole, end its last line with a newline"
+        raise ConfigError(f"line {number} has no end: {line[:80]!r}", remedy)
+
+
 def read_csv(path: Path, parse: Callable[[Iterable[str]], T]) -> T:
     """`parse` over the lines of a file, gzipped when its name ends in .gz; its `ConfigError`s then name the file."""
     try:
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-            return parse(file)
+            return parse(_whole(file))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error.cause}", error.remedy) from error
     except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:

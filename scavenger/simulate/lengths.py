@@ -88,7 +88,7 @@ class Lognormal:
     def with_capped_share(cls, sigma: float, cap: int, share: float, correlation: float = 0.0, drift: float = 0.0) -> Lognormal:
         """The one of which `share` (above 0) reaches the cap: mu = ln cap - sigma * quantile(1 - share)."""
         if not 0 < share < 1:
-            raise ConfigError(f"a capped share of {share}", "it is above 0 and below 1; for none give `with_mean` a high cap")
+            raise ConfigError(f"a capped share of {share}", "it is above 0 and below 1; for next to none give 0.0001")
         return cls(math.log(cap) - sigma * _NORMAL.inv_cdf(1 - share), sigma, cap, correlation, drift)
 
     @classmethod

@@ -26,6 +26,8 @@ NODES_COMMAND = "scontrol -a -d -o show node > nodes.txt"
 _REMEDY = f"make the dump with\n    {COMMAND}"
 _NEVER = frozenset({"", "Unknown", "None", "N/A", "NONE"})
 _NO_NODES = frozenset({"", "None assigned", "Unknown", "None", "(null)"})
+DOWN_NOTE = "nodes that were down or drained count as idle"
+ALL_JOBS_NOTE = "GPUs of jobs that are not in the dump count as idle: let one make it who may see all jobs (PrivateData)"
 _HOLDS = frozenset({JobState.RUNNING, JobState.SUSPENDED})
 #: Nodes of all jobs together, each counted as often as a job was on it: what one machine keeps in memory.
 _MOST_PLACES = 10_000_000
@@ -167,6 +169,11 @@ def _skewed(number: int, what: str, text: str = "") -> ConfigError:
     )
 
 
+def held_at_the_end(jobs: Iterable[SacctJob]) -> int:
+    """GPUs that jobs still hold."""
+    return sum(job.gpus for job in jobs if job.start is not None and job.end is None)
+
+
 def capacity_of(nodes: Iterable[Node]) -> dict[str, int]:
     """GPUs of every node, 0 included: `commands.parse_nodes` of NODES_COMMAND's output gives the nodes."""
     return {node.name: node.gpus for node in nodes}
@@ -202,6 +209,9 @@ def fleet_of(
     if len(counted) < len(jobs):
         notes.append(f"{len(jobs) - len(counted)} jobs in {', '.join(sorted(ignore_partitions))} count as idle")
     occupations, uneven = _occupations(counted, capacity, begin, finish)
+    if not occupations and any(job.gpus and job.start is not None for job in jobs):
+        where = f" outside {', '.join(sorted(ignore_partitions))}" if len(counted) < len(jobs) else ""
+        raise ConfigError(f"no job{where} held a GPU in the period", "take a longer one, or ignore fewer partitions")
     if not occupations:
         raise ConfigError(
             f"no job among {len(jobs)} held a GPU",
@@ -214,7 +224,7 @@ def fleet_of(
     has = {node: count for node, count in (most_used(occupations) if capacity is None else capacity).items() if count}
     _possible(has, occupations)
     fleet = from_occupations("sacct dump", occupations, has, finish - begin)
-    return Dump(fleet, begin, tuple(jobs), tuple(occupations), (*notes, "nodes that were down or drained count as idle"))
+    return Dump(fleet, begin, tuple(jobs), tuple(occupations), (*notes, DOWN_NOTE, ALL_JOBS_NOTE))
 
 
 def _possible(has: Mapping[str, int], occupations: Sequence[Occupation]) -> None:

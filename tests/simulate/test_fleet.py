@@ -136,6 +136,13 @@ def test_a_trace_that_no_cluster_wrote_names_its_line_before_it_fills_the_memory
     assert "\x1b" not in str(caught.value)
 
 
+def test_a_trace_that_is_cut_off_names_its_last_line(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(NODE_HEAD + "0,a,4,0\n60,a,3,-1\n120,a,1,-", encoding="utf-8")
+    with pytest.raises(ConfigError, match="line 4 has no end"):
+        survey_sources.read_trace(path, 8, "", Streams(0))
+
+
 def test_columns_and_sources_are_quoted(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     for text in ("t\x1bc,b\n1,2\n", SPOT_HEAD + "x\x1bc,2,0,2\ny,2,0,2\n"):

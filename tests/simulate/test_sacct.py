@@ -178,6 +178,12 @@ def test_accounting_without_gpus_says_what_to_set() -> None:
     assert "AccountingStorageTRES" in caught.value.remedy
 
 
+def test_ignoring_everything_is_no_lack_of_accounting() -> None:
+    with pytest.raises(ConfigError, match="no job outside normal held a GPU") as caught:
+        fleet_of(parse([GOOD]), until=T0 + 900, ignore_partitions=["normal"], since=T0)
+    assert "fewer partitions" in caught.value.remedy
+
+
 def test_a_dump_over_no_time_is_refused() -> None:
     with pytest.raises(ConfigError, match="covers no time"):
         fleet_of(parse([GOOD]), CAPACITY)

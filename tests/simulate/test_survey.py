@@ -299,6 +299,27 @@ def test_a_dump_that_cannot_be_believed_names_file_line_and_remedy(tmp_path: Pat
     assert caught.value.remedy
 
 
+def test_a_dump_that_is_cut_off_names_its_last_line(tmp_path: Path) -> None:
+    path = tmp_path / "dump.txt"
+    path.write_bytes((DATA / "sacct_22.05.txt").read_bytes()[:-3])
+    with pytest.raises(ConfigError, match=r"dump\.txt: line \d+ is cut off"):
+        survey_sources.read_sacct(path, None, (), NOW)
+
+
+def test_a_dump_of_ones_own_jobs_is_told_by_the_nodes(tmp_path: Path) -> None:
+    states = dict.fromkeys(("node0", "node1", "node2", "node3"), "IDLE")
+    nodes = scontrol(tmp_path, states)
+    assert not any(survey_sources.DOUBT in note for note in survey_sources.read_sacct(DATA / "sacct_22.05.txt", nodes, (), NOW).notes)
+    nodes.write_text(nodes.read_text(encoding="utf-8").replace("GresUsed=gpu:0", "GresUsed=gpu:4"), encoding="utf-8")
+    first = survey_sources.read_sacct(DATA / "sacct_22.05.txt", nodes, (), NOW).notes[0]
+    assert first.startswith(f"{survey_sources.DOUBT}: by the nodes 16 GPUs are in use, and the dump's running jobs hold ")
+
+
+def test_engines_that_no_node_can_carry_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no node has 16 GPUs, which an engine takes: the largest has 8"):
+        asked(Observed(fleet(a=8)), spec=presets.engine("Qwen3-8B", "H100", 16))
+
+
 def test_clocks_that_differ_a_little_are_borne() -> None:
     assert survey_sources.read_sacct(DATA / "sacct_22.05.txt", None, (), 1_795_258_867.0 - 200).since == 1_795_258_838.0
 
