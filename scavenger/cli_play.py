@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from scavenger.cli_options import number
 from scavenger.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from scavenger.simulate.survey import Observed
 
 HOUR_S = 3600.0
+USUAL = "colocated,disaggregated,polyrl,rlboost,ours"  # `play.USUAL`, which takes its time to import
 
 
 def run_command(
@@ -26,28 +28,34 @@ def run_command(
     ignore: Annotated[list[str] | None, typer.Option("--ignore-partition", help="with --sacct: its jobs' GPUs count as idle")] = None,
     trace: Annotated[Path | None, typer.Option("--trace", help="over this trace (docs/simulate.md)")] = None,
     source: Annotated[str, typer.Option("--source", help="of a spot trace: which instances")] = "",
-    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", min=1, help="of a trace: GPUs of a node or instance")] = 8,
-    start_h: Annotated[float, typer.Option("--from", min=0, help="hours into the dump or trace at which the run begins")] = 0.0,
-    policy: Annotated[str, typer.Option("--policy", help="names with commas between, each compared with the first; default: five")] = "",
+    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", min=1, max=1024, help="of a trace: GPUs of a node or instance")] = 8,
+    start_h: Annotated[float, number("--from", "hours into the dump or trace at which the run begins", 0)] = 0.0,
+    policy: Annotated[str, typer.Option("--policy", help=f"names with commas between, compared with the first; default: {USUAL}")] = "",
     steps: Annotated[int, typer.Option("--steps", min=1, help="optimizer steps, if the trace lasts so long")] = 10,
     seeds: Annotated[int, typer.Option("--seeds", min=1, help="runs of each policy, with lengths and cold starts of their own")] = 3,
     model: Annotated[str, typer.Option("--model", help="a preset's name; default: the run's own model.path")] = "",
     gpu: Annotated[str, typer.Option("--gpu", help="the GPU: H100, H200 or A100")] = "H100",
     constants: Annotated[Path | None, typer.Option("--constants", help="what `scavenger simulate calibrate --out` wrote")] = None,
-    sigma: Annotated[float, typer.Option("--sigma", help="of answer lengths' logarithms")] = 0.8,
-    capped_share: Annotated[float, typer.Option("--capped-share", help="of answers that reach sampling.max_tokens")] = 0.05,
-    correlation: Annotated[float, typer.Option("--correlation", help="of log lengths within a group")] = 0.5,
+    sigma: Annotated[float, number("--sigma", "of answer lengths' logarithms")] = 0.8,
+    capped_share: Annotated[float, number("--capped-share", "of answers that reach sampling.max_tokens")] = 0.05,
+    correlation: Annotated[float, number("--correlation", "of log lengths within a group")] = 0.5,
     prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1)] = 512,
+    reserved_price: Annotated[float, number("--reserved-price", "dollars a reserved GPU-hour", 0.01)] = 10.47,
+    harvested_price: Annotated[float, number("--harvested-price", "dollars a harvested GPU-hour", 0)] = 2.66,
     html: Annotated[Path | None, typer.Option("--html", help="write the report here too, one self-contained page")] = None,
 ) -> None:
     """Play a run over a trace or a dump with one policy after the other, and compare them."""
     from scavenger import cli_tables
-    from scavenger.simulate import play
-    from scavenger.simulate.comparison import Prices
+    from scavenger.simulate import comparison, play, presets
     from scavenger.simulate.plan import Assumed, assumptions
 
     if (sacct is None) == (trace is None):
         raise typer.BadParameter("give one of --sacct and --trace")
+    if trace is not None and (nodes is not None or ignore):
+        raise typer.BadParameter("--nodes and --ignore-partition go with --sacct")
+    if sacct is not None and source:
+        raise typer.BadParameter("--source goes with --trace")
+    cli_tables.check_writable(html)
     names = play.contenders([name.strip() for name in policy.split(",")] if policy else list(play.USUAL))
     assumed = Assumed(reserved_gpus, prompt_tokens, sigma, capped_share, correlation)
     plan = _plan(run_path, model, gpu, assumed)
@@ -55,8 +63,10 @@ def run_command(
     fleet = _from(observed.fleet, start_h)
     efficiency = _efficiency(constants, plan)
     played = cli_tables.play_all(play.player(plan, fleet, efficiency, steps), names, seeds)
-    notes = (*assumptions(plan, assumed), *play.assumed_of_machines(constants is not None), *observed.notes)
-    cli_tables.print_comparison(cli_tables.console(), played, Prices(), f"{plan.name}: {plan.told()}; over {fleet.origin}", notes, html)
+    told = (*comparison.span(played, steps, presets.COLD_CACHE.mean_s(0.0)), *assumptions(plan, assumed))
+    notes = (*told, *play.assumed_of_machines(constants is not None), *_error_of(constants), *observed.notes)
+    prices = comparison.Prices(reserved_price, harvested_price)
+    cli_tables.print_comparison(cli_tables.console(), played, prices, f"{plan.name}: {plan.told()}; over {fleet.origin}", notes, html)
 
 
 def _plan(path: Path, model: str, gpu: str, assumed: Assumed) -> Plan:
@@ -96,8 +106,17 @@ def _efficiency(path: Path | None, plan: Plan) -> Efficiency:
     spec = _spec(plan)
     try:
         return constants.load(path.read_text(encoding="utf-8"), spec)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error.cause}", error.remedy) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}", "`scavenger simulate calibrate` writes one") from error
+
+
+def _error_of(path: Path | None) -> tuple[str, ...]:
+    from scavenger.simulate import constants
+
+    error = None if path is None else constants.error_of(path.read_text(encoding="utf-8"))
+    return () if error is None else (f"the engines' constants were fitted with an error of {error:.1%} (root mean square)",)
 
 
 def _spec(plan: Plan) -> EngineSpec:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from scavenger.cli_options import DEFAULT_CONFIG, ConfigOption
+from scavenger.cli_options import DEFAULT_CONFIG, ConfigOption, number
 from scavenger.cli_play import run_command
 from scavenger.cli_replay import replay_command
 from scavenger.errors import ConfigError
@@ -40,7 +40,8 @@ and ask with
 scavenger simulate --sacct dump.txt --nodes nodes.txt --model Qwen3-8B --gpu H100
 
 or look at the cluster as it is now (`--live`), or at a trace (`--trace`). To play a training run over a trace or a dump, policy by
-policy: `scavenger simulate run --help`. Constants of an engine come from measurements: `scavenger simulate calibrate --help`.
+policy: `scavenger simulate run --help`. To play a run of the past again: `scavenger simulate replay --help`. Constants of an engine come
+from measurements: `scavenger simulate calibrate --help`. What each figure means: docs/simulate.md.
 """
 
 
@@ -83,7 +84,7 @@ def site_command(
     live: Annotated[bool, typer.Option("--live", help="one look at the cluster that this host belongs to; changes nothing")] = False,
     trace: Annotated[Path | None, typer.Option("--trace", help="a trace of idle GPUs, jobs or spot instances (docs/simulate.md)")] = None,
     source: Annotated[str, typer.Option("--source", help="of a spot trace: which instances")] = "",
-    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", min=1, help="of a trace: GPUs of a node or instance")] = 8,
+    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", min=1, max=1024, help="of a trace: GPUs of a node or instance")] = 8,
     ignore: Annotated[
         list[str] | None,
         typer.Option("--ignore-partition", help="its jobs' GPUs count as idle, as an existing harvest partition's do; repeatable"),
@@ -92,13 +93,13 @@ def site_command(
     gpu: Gpu = "H100",
     gpus: Gpus = 1,
     engines: Annotated[int | None, typer.Option("--engines", min=1, help="engines at most; default: as many as fit")] = None,
-    cold_start_s: Annotated[float | None, typer.Option("--cold-start", min=0, help="s until an engine works; default: by model")] = None,
-    notice_s: Annotated[float, typer.Option("--notice", min=0, help="s until the daemon sees an idle GPU (cluster.observe_s)")] = 60.0,
-    grace_s: Annotated[float, typer.Option("--grace", min=0, help="the harvest partition's GraceTime, s")] = 0.0,
-    kill_wait_s: Annotated[float, typer.Option("--kill-wait", min=0, help="slurm.conf's KillWait, s")] = 30.0,
-    message_timeout_s: Annotated[float, typer.Option("--message-timeout", min=0, help="slurm.conf's MessageTimeout, s")] = 10.0,
-    sched_interval_s: Annotated[float, typer.Option("--sched-interval", min=0, help="SchedulerParameters' sched_interval, s")] = 60.0,
-    reserved_gpus: Annotated[int, typer.Option("--reserved-gpus", min=0, help="of the run whose speed-up is played; 0: none is")] = 8,
+    cold_start_s: Annotated[float | None, number("--cold-start", "s until an engine works; default: by model", 0)] = None,
+    notice_s: Annotated[float, number("--notice", "s until the daemon sees an idle GPU (cluster.observe_s)", 0)] = 60.0,
+    grace_s: Annotated[float, number("--grace", "the harvest partition's GraceTime, s", 0)] = 0.0,
+    kill_wait_s: Annotated[float, number("--kill-wait", "slurm.conf's KillWait, s", 0)] = 30.0,
+    message_timeout_s: Annotated[float, number("--message-timeout", "slurm.conf's MessageTimeout, s", 0)] = 10.0,
+    sched_interval_s: Annotated[float, number("--sched-interval", "SchedulerParameters' sched_interval, s", 0)] = 60.0,
+    reserved_gpus: Annotated[int, typer.Option("--reserved-gpus", min=0, help="of the run whose speed-up is played; 0: none, at once")] = 8,
     timezone: Annotated[str, typer.Option("--timezone", help="for the hours of the day, as Europe/Berlin; default: this host's")] = "",
     partition: Annotated[
         str, typer.Option("--partition", help="the harvest partition: its nodes only; with --live it may be a planned one")
@@ -107,8 +108,13 @@ def site_command(
     html: Annotated[Path | None, typer.Option("--html", help="write the report here too, one self-contained page")] = None,
     config_path: ConfigOption = DEFAULT_CONFIG,
 ) -> None:
+    from scavenger import cli_tables
+
     if sum((sacct is not None, live, trace is not None)) != 1:
         raise typer.BadParameter("give one of --sacct, --live and --trace")
+    if source and trace is None:
+        raise typer.BadParameter("--source goes with --trace")
+    cli_tables.check_writable(html)
     if live:
         if html is not None:
             raise typer.BadParameter("--live has no report: one look is no series")
@@ -147,13 +153,17 @@ def _survey(observed: Observed, question: Question, reserved_gpus: int, html: Pa
     from scavenger.simulate import play, survey_report, survey_text
     from scavenger.simulate.report import html as page
     from scavenger.simulate.survey import survey
+    from scavenger.simulate.survey_sources import DOUBT
 
     with cli_tables.busy("placing engines"):
         found = survey(observed, question)
     with cli_tables.busy("playing a run over a few hours"):
         speed_up = survey_text.NOT_ASKED if reserved_gpus < 1 else play.predict(observed, question, reserved_gpus)
     console = cli_tables.console()
-    console.print(survey_text.title(observed, question), style="bold")
+    for note in observed.notes:
+        if note.startswith(DOUBT):
+            console.print(note, style="bold red", markup=False)
+    console.print(survey_text.title(observed, question), style="bold", markup=False)
     cli_tables.print_rows(console, survey_text.rows(found, speed_up))
     cli_tables.print_hours(console, survey_text.hours(found.by_hour))
     for note in survey_text.notes(found, speed_up):
@@ -242,6 +252,8 @@ def calibrate_command(
     for note in fit.notes:
         console.print(f"note: {note}", markup=False)
     if out is not None:
+        if fit.rms_error > calibrate.USABLE_ERROR:
+            raise ConfigError(f"{out} is not written: an error of {fit.rms_error:.0%} is no fit", "measure again, at least 10 points")
         cli_tables.write(out, constants.dump(spec, fit))
         console.print(f"wrote {out}", markup=False)
 

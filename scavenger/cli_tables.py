@@ -60,6 +60,12 @@ def print_table(screen: Console, columns: Iterable[str], cells: Iterable[Iterabl
     screen.print(table)
 
 
+def check_writable(path: Path | None) -> None:
+    """Before what takes its time."""
+    if path is not None and (not path.absolute().parent.is_dir() or path.is_dir()):
+        raise ConfigError(f"{path} cannot be written", "give a file in a folder that exists and is yours")
+
+
 def write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
@@ -99,7 +105,7 @@ def print_comparison(
     screen.print(Text(subtitle, style="bold"))
     print_table(screen, columns, cells, left=1)
     told = (f"{policy.name}: {policy.note}" for policy in comparison.figures(played, prices))
-    for note in (*told, prices.told(), *notes):
+    for note in (*told, *comparison.verdict(played), prices.told(), *notes):
         screen.print(f"note: {note}", markup=False)
     if page is not None:
         write(page, html(comparison.report(played, prices, subtitle, (), notes)))

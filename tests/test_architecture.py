@@ -21,6 +21,7 @@ BUILT = {"build", "dist", "demo-out", "__pycache__"}
 SHARED = {"wire", "client", "weights", "config", "errors", "keys", "resources", "phases", "__version__"}
 
 PURE = (
+    "scavenger/digits.py",
     "scavenger/discretion.py",
     "scavenger/observe/metrics.py",
     "scavenger/observe/tally.py",

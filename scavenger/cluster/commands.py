@@ -43,7 +43,7 @@ _JOB_FIELDS = (
     "tres-per-node", "tres-per-socket", "tres-per-task", "NodeList", "SchedNodes", "Reason", "Name", "Comment",
 )
 _NODE_KEYS = ("NodeName", "CPUAlloc", "CPUTot", "Gres", "RealMemory", "AllocMem", "State", "CfgTRES", "AllocTRES")
-_NUMBER = re.compile(r"-?\d+")
+_NUMBER = re.compile(r"-?\d{1,20}")
 _SPACE = re.compile(r"\s")
 
 
@@ -190,7 +190,7 @@ def _job(values: Sequence[str]) -> Job:
 
 
 def _of_job(job_id: int, field: str, text: str) -> int:
-    return int(text) if text.isdecimal() else _integer(f"squeue job {job_id} {field}", text)
+    return int(text) if text.isdecimal() and len(text) < 19 else _integer(f"squeue job {job_id} {field}", text)
 
 
 def parse_nodes(stdout: str) -> tuple[Node, ...]:
@@ -200,7 +200,7 @@ def parse_nodes(stdout: str) -> tuple[Node, ...]:
 
 def _node(line: str) -> Node:
     row = _pairs(line, _NODE_KEYS, ("GresUsed", "Partitions"))
-    what = f"node {row['NodeName']}"
+    what = f"node {row['NodeName']!r}"
     used = row.get("GresUsed")
     # without -d's GresUsed (other versions) the count is known only where the site tracks gres/gpu
     allocated = count_gpus(used) if used is not None else parse_tres(row["AllocTRES"]).get("gres/gpu", 0)
@@ -258,7 +258,7 @@ def _plan_step_s(text: str) -> float:
 
 def _integer(what: str, text: str) -> int:
     value = text.strip()
-    if not value.isdecimal() and not _NUMBER.fullmatch(value):
+    if not _NUMBER.fullmatch(value):
         raise ClusterUnavailable(f"{what} is not a number: {text[:100]!r}")
     return int(value)
 
@@ -272,7 +272,7 @@ def _seconds(text: str) -> float:
 
 def _time(text: str) -> float:
     """Unix seconds; 0 when Slurm has none ('N/A', 'Unknown')."""
-    if text.isdecimal():
+    if text.isdecimal() and len(text) < 19:
         return float(text)
     return 0.0 if text in NOTHING else float(_integer("a time", text))
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
+from scavenger.digits import whole
 from scavenger.errors import ClusterUnavailable
 
 _LIMIT = 100_000
+#: A name's characters (DNS has 255), and its ranges in brackets: Slurm's own programs write two.
+_LONGEST, _RANGES = 255, 8
 
 
 @lru_cache(256)
@@ -18,9 +21,11 @@ def planned(text: str) -> tuple[str, ...]:
 
 def expand(text: str) -> list[str]:
     """Names in the order written, zero padding kept. Raises `ClusterUnavailable` on a malformed or absurdly long list."""
-    names = [name for item in _split(text) for name in _expand_item(item)]
-    if len(names) > _LIMIT:
-        raise ClusterUnavailable(f"a host list of {len(names)} names: {text[:80]!r}")
+    names: list[str] = []
+    for item in _split(text):
+        names += _expand_item(item)
+        if len(names) > _LIMIT:
+            raise _too_long(text)
     return names
 
 
@@ -34,17 +39,26 @@ def _split(text: str) -> list[str]:
 
 def _expand_item(item: str) -> list[str]:
     match = re.search(r"\[([^\]]*)\]", item)
+    if len(item if match is None else item[:match.start()]) > _LONGEST or item.count("[") > _RANGES:
+        raise ClusterUnavailable(f"malformed host list {item[:80]!r}")
     if match is None:
         return [item]
-    head, tails = item[:match.start()], _expand_item(item[match.end():])
-    return [f"{head}{number}{tail}" for part in match[1].split(",") for number in _numbers(part) for tail in tails]
+    # the tails are within the limit, and so is each part: what is held before the product is checked is small
+    head, tails, numbers = item[:match.start()], _expand_item(item[match.end():]), list[str]()
+    for part in match[1].split(","):
+        numbers += _numbers(part)
+        if len(numbers) * len(tails) > _LIMIT:
+            raise _too_long(item)
+    return [f"{head}{number}{tail}" for number in numbers for tail in tails]
 
 
 def _numbers(part: str) -> list[str]:
-    match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-    if match is None:
+    first, dash, last = part.partition("-")
+    low, high = whole(first), whole(last if dash else first)
+    if low is None or high is None or high < low or high - low > _LIMIT:
         raise ClusterUnavailable(f"malformed host range {part[:40]!r}")
-    low, high = int(match[1]), int(match[2] or match[1])
-    if high < low or high - low > _LIMIT:
-        raise ClusterUnavailable(f"malformed host range {part[:40]!r}")
-    return [str(number).zfill(len(match[1])) for number in range(low, high + 1)]
+    return [str(number).zfill(len(first)) for number in range(low, high + 1)]
+
+
+def _too_long(text: str) -> ClusterUnavailable:
+    return ClusterUnavailable(f"a host list of more than {_LIMIT:,} names: {text[:80]!r}")

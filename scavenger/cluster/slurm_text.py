@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from scavenger.cluster.model import JobFlag, JobState, PreemptMode
+from scavenger.digits import whole
 from scavenger.errors import ClusterUnavailable
 
 INFINITE_S = float("inf")
@@ -131,9 +132,9 @@ def parse_duration(text: str) -> float:
         return INFINITE_S
     if text in NOTHING or text == "Partition_Limit":
         return 0.0
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    match = re.fullmatch(r"(?:(\d{1,18})-)?(\d{1,18})(?::(\d{1,18}))?(?::(\d{1,18}))?", text)
     if match is None:
-        raise ClusterUnavailable(f"not a duration: {text!r}")
+        raise ClusterUnavailable(f"not a duration: {text[:80]!r}")
     parts = [int(part) for part in match.groups()[1:] if part is not None]
     if match[1] is not None:
         hours, minutes, seconds = [*parts, 0, 0][:3]
@@ -145,7 +146,7 @@ def parse_duration(text: str) -> float:
 def parse_tres(text: str) -> dict[str, int]:
     """'cpu=4,node=1,gres/gpu=2' as counts; typed entries ('gres/gpu:h100=2') and memory are left out."""
     pairs = (item.partition("=") for item in text.split(",") if "=" in item)
-    return {key: int(value) for key, _, value in pairs if value.isdigit() and ":" not in key}
+    return {key: count for key, _, value in pairs if ":" not in key and (count := whole(value)) is not None}
 
 
 @lru_cache(REMEMBERED)
@@ -167,7 +168,10 @@ def _gpu_items(text: str) -> Iterable[tuple[str, int]]:
         # a type may begin with a digit, or be a number (2080ti, 3090, 1g.10gb); a number alone is a count
         match = re.fullmatch(r"(?:gres[:/])?gpu(?:[:/](?!\d+$)([\w.-]+))?(?:[:=](\d+))?", item.strip())
         if match is not None:
-            yield match[1] or "", int(match[2]) if match[2] is not None else 1
+            count = 1 if match[2] is None else whole(match[2])
+            if count is None:
+                raise ClusterUnavailable(f"not a number of GPUs: {item[:80]!r}")
+            yield match[1] or "", count
 
 
 def count_tasks(text: str) -> int:
@@ -176,7 +180,7 @@ def count_tasks(text: str) -> int:
         return 1
     count = 0
     for part in text.partition("%")[0].split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+)(?::(\d+))?)?", part)
+        match = re.fullmatch(r"(\d{1,18})(?:-(\d{1,18})(?::(\d{1,18}))?)?", part)
         if match is None:
             raise ClusterUnavailable(f"malformed array tasks {text[:80]!r}")
         low, high, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)

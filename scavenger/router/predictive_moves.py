@@ -66,14 +66,14 @@ class Mover:
         shifts: Sequence[offload.Shift] = ()
         if settings.rebalance:
             shifts = offload.rebalance(loads, price, outlook.ready_s(picture))
-        merges = not shifts and settings.tails
+        merges, whole = not shifts and settings.tails, ""
         if merges:
-            shifts = self._merge(picture, loads, price)
+            shifts, whole = self._merge(picture, loads, price)
         if shifts:
             outlook.changed()
         for shift in shifts:
             self._left[shift.sample_id] = self._left.get(shift.sample_id, frozenset()) | {shift.source}
-        return [Move(shift.sample_id, shift.source, shift.target, shift.reason, merges) for shift in shifts]
+        return [Move(shift.sample_id, shift.source, shift.target, shift.reason, merges, shift.gain_s, whole) for shift in shifts]
 
     def _loads(self, picture: Picture, now: float) -> list[offload.Load]:
         expected, plan = picture.expected, self._outlook.plan
@@ -99,31 +99,31 @@ class Mover:
             loads.append(offload.Load(worker.id, worker.node, picture.curve(worker), most, running, takes=takes, cache=cache_of((worker,))))
         return loads
 
-    def _merge(self, picture: Picture, loads: Sequence[offload.Load], price: offload.Price) -> Sequence[offload.Shift]:
+    def _merge(self, picture: Picture, loads: Sequence[offload.Load], price: offload.Price) -> tuple[Sequence[offload.Shift], str]:
         """Free engines whose samples fit elsewhere, once reserved engines train: until then every engine is needed.
 
         What is merged has to be done by the step's expected end even if its samples turn out long; and the step must not be predicted
         longer without the freed engines, the trainer's rounds included.
         """
         if picture.step.reserved_awake and picture.reserved:
-            return ()
+            return (), ""
         harvested = {w.id for w in picture.harvested}
         able = [load for load in loads if load.worker_id in harvested and load.samples]
         end_s, worth_s = max(offload.drains(able).values(), default=0.0), self._outlook.forecast.start.value
         if len(able) < 2 or end_s < worth_s:
-            return ()
+            return (), ""
         views = {s.id: s for samples in picture.held.values() for s in samples}
         rests = {sample_id: picture.longest(view) for sample_id, view in views.items()}
         long = [replace(one, samples=tuple(_with_rest(s, rests[s.sample_id]) for s in one.samples)) for one in able]
         merged = offload.merge(long, price, end_s, worth_s)
         if not merged.emptied:
-            return ()
+            return (), ""
         now = picture.situation(self._outlook.trained)
         fewer = replace(now, harvested=replace(now.harvested, engines=now.harvested.engines - len(merged.emptied)))
         if StepModel(fewer).asleep_s() > (1 + windows.ALIKE) * StepModel(now).asleep_s():
-            return ()
+            return (), ""
         self.retired |= set(merged.emptied)
-        return merged.shifts
+        return merged.shifts, merged.reason
 
 
 def _with_rest(sample: offload.Running, rest: float) -> offload.Running:

@@ -8,6 +8,7 @@ for each the fit is a small linear least squares with bounds. The best by the tr
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,19 +52,23 @@ class Fit:
     notes: tuple[str, ...]
 
 
+#: Above it the curve does not describe the points.
+USABLE_ERROR = 0.2
+_REMEDY = 'write [{"batch": 8, "context": 2048, "tokens_per_s": 900}, ...]'
+
+
 def read(path: Path) -> tuple[Measured, ...]:
     """The points of a JSON file: `[{"batch": 8, "context": 2048, "tokens_per_s": 900}, ...]`, or `[[8, 2048, 900], ...]`."""
     try:
         return parse(path.read_bytes())
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{path} cannot be read: {error.strerror}", _REMEDY) from error
     except ConfigError as error:
         raise ConfigError(f"{path}: {error.cause}", error.remedy) from error
 
 
 def parse(text: bytes) -> tuple[Measured, ...]:
-    """Raises `ConfigError` naming the entry (from 0) that is wrong."""
-    remedy = 'write [{"batch": 8, "context": 2048, "tokens_per_s": 900}, ...]'
+    """Raises `ConfigError` naming the point (from 1) that is wrong."""
     try:
         entries = msgspec.json.decode(text, type=list[dict[str, float] | tuple[int, float, float]])
         points = tuple(
@@ -73,10 +78,11 @@ def parse(text: bytes) -> tuple[Measured, ...]:
             for entry in entries
         )
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise ConfigError(f"not a list of measured points: {error}", remedy) from error
-    for index, point in enumerate(points):
-        if point.batch < 1 or point.context <= 0 or point.tokens_per_s <= 0:
-            raise ConfigError(f"entry {index} is not positive: {point}", remedy)
+        raise ConfigError(f"not a list of measured points: {error}", _REMEDY) from error
+    for number, point in enumerate(points, 1):
+        if point.batch < 1 or not 0 < point.context < math.inf or not 0 < point.tokens_per_s < math.inf:
+            what = f"batch {point.batch}, context {point.context:g}, tokens_per_s {point.tokens_per_s:g}"
+            raise ConfigError(f"point {number} is not positive and finite: {what}", _REMEDY)
     return points
 
 
@@ -151,4 +157,7 @@ def _report(spec: EngineSpec, points: Sequence[Measured], values: Vector, measur
         Residual(point, point.tokens_per_s / (1 + error), float(error), "compute" if bound else "memory")
         for point, error, bound in zip(points, errors, compute_bound, strict=True)
     )
-    return Fit(efficiency, residuals, float(np.sqrt(np.mean(errors**2))), float(np.max(np.abs(errors))), tuple(notes))
+    rms_error = float(np.sqrt(np.mean(errors**2)))
+    if rms_error > USABLE_ERROR:
+        notes.append(f"this is no fit: its error is over {USABLE_ERROR:.0%}. Check what was measured, and the model and GPU named")
+    return Fit(efficiency, residuals, rms_error, float(np.max(np.abs(errors))), tuple(notes))

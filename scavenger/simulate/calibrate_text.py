@@ -29,7 +29,7 @@ def _origin(old: float, new: float) -> str:
 
 def residuals(spec: EngineSpec, fit: Fit) -> tuple[str, tuple[str, ...], tuple[tuple[str, ...], ...]]:
     """(title, columns, cells): each point with what the fitted curve says of it."""
-    columns = ("batch", "context", "measured tok/s", "fitted tok/s", "error", "bound by")
+    columns = ("batch", "context", "measured tok/s", "fitted tok/s", "error of step time", "bound by")
     cells = tuple(
         (
             str(one.point.batch),

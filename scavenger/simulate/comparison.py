@@ -34,9 +34,11 @@ class Prices:
     harvested: float = 2.66
 
     def told(self) -> str:
+        origin = "list prices of an H100, on demand and spot" if self == Prices() else "as given"
         return (
             f"Tokens are those of trained answers; per dollar at ${self.reserved:g} a reserved and "
-            f"${self.harvested:g} a harvested GPU-hour, start-ups and idle engines paid."
+            f"${self.harvested:g} a harvested GPU-hour ({origin}), "
+            "start-ups and idle engines paid."
         )
 
 
@@ -172,6 +174,39 @@ def table(played: Iterable[Played], prices: Prices) -> tuple[tuple[str, ...], tu
             )
         )
     return columns, tuple(rows)
+
+
+def verdict(played: Iterable[Played]) -> tuple[str, ...]:
+    """Which policies cannot be told from the fastest, and what the intervals do not cover."""
+    runs = by_policy(played)
+    if len(runs) < 2:
+        return ()
+    best = max(runs, key=lambda name: estimate([one.tokens_per_s for one in runs[name]]).value)
+    if len(runs[best]) < 2:
+        return ("one seed tells nothing of chance: use --seeds 3 or more",)
+    alike = [name for name in runs if name != best and _alike(runs[best], runs[name])]
+    covered = "the 95 % intervals are over answer lengths and cold starts, not over when the run begins: try others (--from)"
+    if not alike:
+        return (f"{best} is the fastest here, beyond chance", covered)
+    return (f"{best} cannot be told from {', '.join(alike)} by {len(runs[best])} seeds: use more (--seeds)", covered)
+
+
+def _alike(runs: Sequence[Played], others: Sequence[Played]) -> bool:
+    factor = estimate([one.tokens_per_s / other.tokens_per_s for one, other in zip(runs, others, strict=True)])
+    return factor.low <= 1.0 <= factor.high
+
+
+def span(played: Sequence[Played], steps: int, cold_start_s: float) -> tuple[str, ...]:
+    """How much was played, and whether it was enough: `steps` were asked for, and an engine works after `cold_start_s`."""
+    fewest, most = min(one.steps for one in played), max(one.steps for one in played)
+    shortest_s, longest_s = min(one.seconds for one in played), max(one.seconds for one in played)
+    done = f"{fewest}" if fewest == most else f"{fewest} to {most}"
+    notes = [f"each run took {done} steps, in {shortest_s / 60:.1f} to {longest_s / 60:.1f} min"]
+    if fewest < steps:
+        notes.append(f"the trace ended before {steps} steps: begin earlier (--from), or take a longer one")
+    if shortest_s < 10 * cold_start_s:
+        notes.append(f"short against an engine's cold start of {cold_start_s:.0f} s: engines matter more in longer runs (--steps)")
+    return tuple(notes)
 
 
 def _own(series: Series) -> tuple[tuple[str, tuple[float, ...]], ...]:

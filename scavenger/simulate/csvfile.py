@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from scavenger.digits import whole
 from scavenger.errors import ConfigError
 
 T = TypeVar("T")
@@ -31,10 +32,11 @@ class Row:
 
     def whole(self, column: str, least: int | None = 0) -> int:
         """A whole number, at least `least` (None: any)."""
-        try:
-            value = int(self.cells[column])
-        except ValueError:
-            raise self.wrong(f"no whole number of {column}") from None
+        text = self.cells[column].strip()
+        size = whole(text[1:] if text.startswith(("+", "-")) else text)
+        if size is None:
+            raise self.wrong(f"no whole number of {column}")
+        value = -size if text.startswith("-") else size
         if least is not None and value < least:
             raise self.wrong(f"{column} is below {least}")
         return value
@@ -59,7 +61,10 @@ def rows(lines: Iterable[str], columns: Sequence[str]) -> Iterator[Row]:
     for number, line in enumerate(lines, 1):
         if line.startswith("#") or not line.strip():
             continue
-        cells = next(csv.reader([line.rstrip("\r\n")]))
+        try:
+            cells = next(csv.reader([line.rstrip("\r\n")]))
+        except csv.Error as error:  # a cell of over 128 KiB
+            raise ConfigError(f"line {number} is no CSV: {error}: {line[:80]!r}", "correct or remove the line") from error
         if header is None:
             header = cells
             missing = [column for column in columns if column not in header]
@@ -74,11 +79,22 @@ def rows(lines: Iterable[str], columns: Sequence[str]) -> Iterator[Row]:
         raise ConfigError("the file is empty: it has not even a header", "check the path")
 
 
+def _whole(lines: Iterable[str]) -> Iterator[str]:
+    """The lines. Raises `ConfigError` for a last one without its end: a file that was cut in it would be read as another number."""
+    number, line = 0, "\n"
+    for line in lines:
+        number += 1
+        yield line
+    if not line.endswith("\n"):
+        remedy = "the file is cut off; if it is whole, end its last line with a newline"
+        raise ConfigError(f"line {number} has no end: {line[:80]!r}", remedy)
+
+
 def read_csv(path: Path, parse: Callable[[Iterable[str]], T]) -> T:
     """`parse` over the lines of a file, gzipped when its name ends in .gz; its `ConfigError`s then name the file."""
     try:
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-            return parse(file)
+            return parse(_whole(file))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error.cause}", error.remedy) from error
     except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:

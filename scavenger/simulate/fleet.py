@@ -6,12 +6,17 @@ who uses the GPUs: `traces.py` and `sacct.py` read, `synthetic.py` draws, `fleet
 
 from __future__ import annotations
 
-import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from scavenger.errors import ConfigError
+
+#: What no cluster exceeds. Beyond it a file is wrong, and reading it on would take memory and hours: who reads one names its line.
+MOST_NODE_GPUS, MOST_NODES, MOST_GPUS = 1024, 100_000, 1_000_000
+LONGEST_S = 10 * 365.25 * 86_400.0
+#: GPUs that change hands over the whole period, each time that one does; the most that one machine keeps in memory.
+MOST_MOVES = 20_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +61,16 @@ class Fleet:
             raise ConfigError(f"{self.origin}: nodes without a capacity or a first count: {odd[:5]}")
         idle = dict(self.initial)
         before = 0.0
+        moves = sum(abs(change.delta) for change in self.changes)
+        if self.gpus > MOST_GPUS or moves > MOST_MOVES:
+            raise ConfigError(
+                f"{self.origin}: {self.gpus} GPUs that change hands {moves} times; at most {MOST_GPUS:,} and {MOST_MOVES:,} are taken",
+                "check its counts of GPUs, or take a shorter period",
+            )
         for change in self.changes:
             expected = idle.get(change.node, 0) + change.delta
             if change.node not in idle or change.idle != expected or not change.delta:
-                raise ConfigError(f"{self.origin}: {change} follows {idle.get(change.node)} idle GPUs on {change.node}")
+                raise ConfigError(f"{self.origin}: {change} follows {idle.get(change.node)} idle GPUs on {change.node!r}")
             if not before <= change.t_s <= self.end_s:
                 raise ConfigError(f"{self.origin}: {change} is out of order or after the end at {self.end_s} s")
             idle[change.node], before = expected, change.t_s
@@ -69,7 +80,7 @@ class Fleet:
 
     def _check(self, node: str, idle: int, t_s: float) -> None:
         if not 0 <= idle <= self.capacity[node]:
-            raise ConfigError(f"{self.origin}: node {node} has {idle} idle GPUs of {self.capacity[node]} at {t_s} s")
+            raise ConfigError(f"{self.origin}: node {node!r} has {idle} idle GPUs of {self.capacity[node]} at {t_s} s")
 
     @property
     def gpus(self) -> int:
@@ -138,14 +149,14 @@ def from_occupations(origin: str, jobs: Sequence[Occupation], capacity: Mapping[
     for job in jobs:
         for node, count in job.gpus_by_node:
             if node not in capacity:
-                raise ConfigError(f"line {job.line}: node {node} is not among the nodes given", "give all nodes, from the same day")
+                raise ConfigError(f"line {job.line}: node {node!r} is not among the nodes given", "give all nodes, from the same day")
             if job.end_s > 0 and job.start_s < end_s:
-                heapq.heappush(events, (max(job.start_s, 0.0), -count, job.line, node))
+                events.append((max(job.start_s, 0.0), -count, job.line, node))
                 if job.end_s < end_s:
-                    heapq.heappush(events, (job.end_s, count, job.line, node))
+                    events.append((job.end_s, count, job.line, node))
     changes: list[tuple[float, str, int]] = []
     idle = dict(capacity)
-    for t_s, group in _instants(events):
+    for t_s, group in _instants(sorted(events)):
         before: dict[str, int] = {}
         # within an instant: what ends first, then what starts
         for delta, line, node in sorted(group, key=lambda item: (item[0] < 0, item[1], item[2])):
@@ -153,7 +164,7 @@ def from_occupations(origin: str, jobs: Sequence[Occupation], capacity: Mapping[
             idle[node] += delta
             if idle[node] < 0:
                 raise ConfigError(
-                    f"line {line}: at {t_s:g} s node {node} would hold {capacity[node] - idle[node]} of its {capacity[node]} GPUs",
+                    f"line {line}: at {t_s:g} s node {node!r} would hold {capacity[node] - idle[node]} of its {capacity[node]} GPUs",
                     "clocks differ between hosts, or an earlier job never got its end (`sacctmgr show runawayjobs`)",
                 )
         for node, count in sorted(before.items()):
@@ -164,11 +175,10 @@ def from_occupations(origin: str, jobs: Sequence[Occupation], capacity: Mapping[
     return from_deltas(origin, end_s, capacity, initial, changes)
 
 
-def _instants(events: list[tuple[float, int, int, str]]) -> Iterator[tuple[float, list[tuple[int, int, str]]]]:
+def _instants(events: Iterable[tuple[float, int, int, str]]) -> Iterator[tuple[float, list[tuple[int, int, str]]]]:
     group: list[tuple[int, int, str]] = []
     t_s = 0.0
-    while events:
-        at, delta, line, node = heapq.heappop(events)
+    for at, delta, line, node in events:
         if group and at != t_s:
             yield t_s, group
             group = []

@@ -22,6 +22,7 @@ from scavenger.simulate.csvfile import read_csv, rows
 from scavenger.simulate.engine import Streams
 
 _NORMAL = NormalDist()
+_MOST_SIGMA = 10.0  # exp(sigma^2 / 2) is in the mean
 
 
 class Lengths(Protocol):
@@ -77,14 +78,17 @@ class Lognormal:
 
     def __post_init__(self) -> None:
         _check(self.correlation, self.cap)
-        if self.sigma <= 0:
-            raise ConfigError(f"answer lengths with sigma {self.sigma}", "sigma is above 0; 0.4 to 1.2 is usual")
+        if not (0 < self.sigma <= _MOST_SIGMA and math.isfinite(self.mu) and math.isfinite(self.drift)):
+            raise ConfigError(
+                f"answer lengths with mu {self.mu:g}, sigma {self.sigma:g} and drift {self.drift:g}",
+                f"they are finite, and sigma is above 0 and at most {_MOST_SIGMA:g}; 0.4 to 1.2 is usual",
+            )
 
     @classmethod
     def with_capped_share(cls, sigma: float, cap: int, share: float, correlation: float = 0.0, drift: float = 0.0) -> Lognormal:
         """The one of which `share` (above 0) reaches the cap: mu = ln cap - sigma * quantile(1 - share)."""
         if not 0 < share < 1:
-            raise ConfigError(f"a capped share of {share}", "it is above 0 and below 1; for none give `with_mean` a high cap")
+            raise ConfigError(f"a capped share of {share}", "it is above 0 and below 1; for next to none give 0.0001")
         return cls(math.log(cap) - sigma * _NORMAL.inv_cdf(1 - share), sigma, cap, correlation, drift)
 
     @classmethod
@@ -126,7 +130,7 @@ class Sampled:
 
     def __post_init__(self) -> None:
         _check(self.correlation, self.cap)
-        if not self.tokens or self.scale <= 0:
+        if not self.tokens or not 0 < self.scale < math.inf:
             raise ConfigError(f"{len(self.tokens)} sampled lengths scaled by {self.scale}", "give a file with lengths, and a scale above 0")
         object.__setattr__(self, "tokens", tuple(sorted(self.tokens)))
 

@@ -22,7 +22,7 @@ from scavenger.simulate.plan import Assumed, Plan, assumptions
 from scavenger.simulate.presets import COLD_CACHE
 from scavenger.simulate.published import STACK, trainer_of
 from scavenger.simulate.report import Series
-from scavenger.simulate.scenario import Scenario
+from scavenger.simulate.scenario import ENGINE_BYTES_S, Scenario
 from scavenger.simulate.survey import Observed, Question, SpeedUp
 
 
@@ -140,7 +140,11 @@ def assumed_of_machines(calibrated: bool) -> tuple[str, ...]:
         f"{STACK.trainer_bytes_s * 8 / 1e9:.0f} Gbps leave the trainer, "
         f"a toggle takes {STACK.sleep_s + STACK.wake_s:g} s beside its copies"
     )
-    return engines, trainer
+    starts = (
+        f"assumed: a cold start takes {COLD_CACHE.mean_s(0.0):.0f} s on average until weights are pulled, "
+        f"at {ENGINE_BYTES_S * 8 / 1e9:g} Gbps an engine"
+    )
+    return engines, trainer, starts
 
 
 def predict(observed: Observed, question: Question, reserved_gpus: int, policy: str = OURS) -> SpeedUp | str:
@@ -151,6 +155,8 @@ def predict(observed: Observed, question: Question, reserved_gpus: int, policy: 
     if policy not in KNOWN:
         return f"the simulator has no policy {policy!r}"
     fleet = observed.fleet
+    if reserved_gpus % question.spec.gpus:
+        return f"{reserved_gpus} reserved GPUs are no whole engines of {question.spec.gpus}: give --reserved-gpus a multiple"
     if fleet.end_s < WINDOW_S:
         return f"a run is played over {WINDOW_S / 3600:g} h at least, and this covers {fleet.end_s / 3600:.1f} h"
     assumed = Assumed(reserved_gpus)

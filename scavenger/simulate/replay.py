@@ -4,7 +4,9 @@
 
 Taken from the recording: how long each answer was and which groups had nothing to teach, when engines greeted, were ready and were lost.
 Those times count from the beginning of their step, so that a step is played with the fleet that it had although those before it took
-longer or shorter. Computed: who generates what, the window, moves, queues, the trainer's waiting, and with them the step's time.
+longer or shorter. A step that is played slower than life may so lose its last engine with samples left: the next ones of the recording then
+come in it, as long after its beginning as they came. Computed: who generates what, the window, moves, queues, the trainer's waiting, and
+with them the step's time.
 
 Owns the play and the comparison. `replay_fit` says what machines cost; the parts are the simulator's.
 """
@@ -21,7 +23,7 @@ from scavenger.config import RunConfig
 from scavenger.errors import ConfigError, SimulationError
 from scavenger.ledger.recording import Life, Recording, Step
 from scavenger.router import policies
-from scavenger.router.events import Identity
+from scavenger.router.events import Identity, WorkerSaid
 from scavenger.simulate.contender import Contender
 from scavenger.simulate.engine import Simulation, Streams
 from scavenger.simulate.fleet import Fleet
@@ -33,11 +35,13 @@ from scavenger.simulate.site_daemon import Daemon
 from scavenger.simulate.site_engine import Pace, SimEngine
 from scavenger.simulate.site_trainer import OWNER, RUN
 from scavenger.simulate.trainer_model import TrainerSpec
-from scavenger.wire import SampleKey
+from scavenger.wire import Goodbye, SampleKey
 
 #: The live daemon's own: seconds between ticks and between heartbeats.
 TICK_S, HEARTBEAT_S = 0.25, 1.0
 LEAST_STEPS = 4
+#: A step that lasts longer than this many times what it took, and than this many seconds, will not end.
+FOREVER, FOREVER_S = 100.0, 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,11 +176,12 @@ class _Engine:
 
 @dataclass(frozen=True, slots=True)
 class _Due:
-    """Something that happened to an engine, so long after its step began."""
+    """Something that happened to an engine at `at` (Unix s), so long after its step began."""
 
     after_s: float
     what: str  # "greet" | "ready" | "lost"
     engine: _Engine
+    at: float
 
 
 @dataclass(slots=True)
@@ -205,14 +210,14 @@ class _Site:
         self._calendar = self._plan()
         self._alive: list[SimEngine] = []
         self._played: list[StepOutcome] = []
+        self._began_s = 0.0
 
     def run(self) -> list[StepOutcome]:
         self._begin(1)
         self._trainer.open()
         self._beat()
         while len(self._played) < len(self._steps):
-            if not self._sim.step():
-                raise SimulationError(f"nothing happens any more at {self._sim.now:g} s, in step {len(self._played) + 1}")
+            self._sim.step()  # heartbeats never end
         return self._played
 
     def _step_done(self, outcome: StepOutcome) -> None:
@@ -226,6 +231,40 @@ class _Site:
         self._sim.after(HEARTBEAT_S, self._beat, priority=3)
         for engine in self._alive:
             engine.beat()
+        if self._stuck():
+            self._bring_forward()
+        self._going_on()
+
+    def _stuck(self) -> bool:
+        """Samples wait, and no engine works or will in this step."""
+        able = any(engine.ready and engine.sim is not None and engine.sim.alive for engine in self._engines)
+        coming = any(due.what == "ready" for due in self._calendar.pending)
+        return not able and not coming and any(run.queue for run in self._daemon.router.core.runs.values())
+
+    def _going_on(self) -> None:
+        played_s, step = self._sim.now - self._began_s, self._steps[len(self._played)]
+        if played_s > max(FOREVER * live_s(step), FOREVER_S):
+            raise SimulationError(
+                f"step {step.step} has been played for {played_s:,.0f} s and took {live_s(step):.1f} s: it does not end",
+                "this is a bug of the replay: report it with the ledger",
+            )
+
+    def _bring_forward(self) -> None:
+        """The next engine to be ready comes in this step, so long after its beginning as it came."""
+        step = len(self._played) + 1
+        later = [due for number, dues in sorted(self._calendar.by_step.items()) if number > step for due in dues]
+        first = min((due for due in later if due.what == "ready"), key=lambda due: due.at, default=None)
+        if first is None:
+            name = self._steps[step - 1].step
+            raise SimulationError(
+                f"step {name} is played slower than it was: its last engine is lost with samples left, and no other comes",
+                "how long it would have taken is not known: replay another run",
+            )
+        moved = [due for due in later if due.engine is first.engine and due.what != "lost"]
+        for number, dues in self._calendar.by_step.items():
+            self._calendar.by_step[number] = [due for due in dues if number <= step or all(due is not one for one in moved)]
+        start = self._steps[step - 1].submitted_at
+        self._schedule(moved, [max(0.0, due.at - start - (self._sim.now - self._began_s)) for due in moved])
 
     # ---------------------------------------------------------------- engines
 
@@ -235,7 +274,7 @@ class _Site:
 
         def put(at: float, what: str, engine: _Engine) -> None:
             step = max(1, bisect_right(starts, at))
-            calendar.by_step.setdefault(step, []).append(_Due(max(0.0, at - starts[step - 1]), what, engine))
+            calendar.by_step.setdefault(step, []).append(_Due(max(0.0, at - starts[step - 1]), what, engine, at))
 
         for engine in self._engines:
             life = engine.life
@@ -248,13 +287,17 @@ class _Site:
 
     def _begin(self, step: int) -> None:
         """A step begins: what is left of the one before happens now, and this one's is scheduled."""
+        self._began_s = self._sim.now
         left, self._calendar.pending = self._calendar.pending, []
         for due in left:
             self._happen(due)
         coming = sorted(self._calendar.by_step.get(step, ()), key=lambda due: due.after_s)  # stable: greet, ready, lost
-        self._calendar.pending = list(coming)
-        for due in coming:
-            self._sim.after(due.after_s, lambda due=due: self._in_time(due))  # type: ignore[misc]
+        self._schedule(coming, [due.after_s for due in coming])
+
+    def _schedule(self, coming: Sequence[_Due], delays_s: Sequence[float]) -> None:
+        self._calendar.pending += coming
+        for due, delay_s in zip(coming, delays_s, strict=True):
+            self._sim.after(delay_s, lambda due=due: self._in_time(due))  # type: ignore[misc]
 
     def _in_time(self, due: _Due) -> None:
         if any(due is one for one in self._calendar.pending):
@@ -274,6 +317,8 @@ class _Site:
                 done()
         elif engine.sim is not None:
             engine.sim.leave(engine.life.reason, notice=engine.life.notice)
+            if not engine.life.notice:  # the scheduler said so, or its silence
+                self._daemon.post(WorkerSaid(engine.sim.conn, Goodbye(engine.life.reason, notice=False)))
 
     def _start(self, engine: _Engine) -> SimEngine:
         life = engine.life

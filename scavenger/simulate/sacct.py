@@ -9,13 +9,15 @@ What accounting does not say: nodes that were down or drained count as idle, as 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
 
 from scavenger.cluster.hostlist import expand
 from scavenger.cluster.model import JobState, Node
-from scavenger.cluster.slurm_text import count_gpus, parse_state, parse_tres
-from scavenger.errors import ClusterError, ConfigError
-from scavenger.simulate.fleet import Fleet, Occupation, from_occupations, most_used
+from scavenger.cluster.slurm_text import REMEMBERED, parse_state
+from scavenger.digits import whole
+from scavenger.errors import ClusterError, ClusterUnavailable, ConfigError
+from scavenger.simulate.fleet import LONGEST_S, MOST_NODE_GPUS, Fleet, Occupation, from_occupations, most_used
 
 FIELDS = ("JobIDRaw", "Partition", "State", "Submit", "Start", "End", "NNodes", "NodeList", "AllocTRES", "ReqTRES")
 # -a all users; -X allocations, not steps; -D every life of a requeued job; -P -n fields by "|" and no header.
@@ -24,7 +26,11 @@ NODES_COMMAND = "scontrol -a -d -o show node > nodes.txt"
 _REMEDY = f"make the dump with\n    {COMMAND}"
 _NEVER = frozenset({"", "Unknown", "None", "N/A", "NONE"})
 _NO_NODES = frozenset({"", "None assigned", "Unknown", "None", "(null)"})
+DOWN_NOTE = "nodes that were down or drained count as idle"
+ALL_JOBS_NOTE = "GPUs of jobs that are not in the dump count as idle: let one make it who may see all jobs (PrivateData)"
 _HOLDS = frozenset({JobState.RUNNING, JobState.SUSPENDED})
+#: Nodes of all jobs together, each counted as often as a job was on it: what one machine keeps in memory.
+_MOST_PLACES = 10_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,27 +63,36 @@ class Dump:
 def parse(lines: Iterable[str]) -> tuple[SacctJob, ...]:
     """The jobs of a dump, in its order."""
     jobs = []
+    places = 0
     for number, line in enumerate(lines, 1):
         text = line.rstrip("\r\n")
         if text:
-            jobs.append(_job(number, text))
+            jobs.append(job := _job(number, text))
+            places += len(job.nodes)
+            if places > _MOST_PLACES:
+                raise ConfigError(
+                    f"line {number} of the sacct dump is one too many: the jobs so far were on {places:,} nodes together", "take fewer days"
+                )
     if not jobs:
         raise ConfigError("the sacct dump is empty (line 1)", f"{_REMEDY}\n  as a user who may see all jobs")
     return tuple(jobs)
 
 
 def _job(number: int, text: str) -> SacctJob:
+    if not text.isprintable():
+        raise _wrong(number, "it has a character that cannot be printed, which Slurm does not write", text)
     cells = text.split("|")
     if len(cells) != len(FIELDS):
         raise _wrong(number, f"{len(cells)} fields instead of {len(FIELDS)}", text)
     row = dict(zip(FIELDS, cells, strict=True))
-    if not row["JobIDRaw"].isdigit():
+    if whole(row["JobIDRaw"]) is None:
         what = "a job step" if "." in row["JobIDRaw"] else "a header" if row["JobIDRaw"].startswith("JobID") else "not a job id"
         raise _wrong(number, f"{row['JobIDRaw'][:40]!r} is {what}", text)
     try:
         # 'CANCELLED by 1000'; a trailing + marks a state cut short by its column
         state, _ = parse_state((row["State"].split() or [""])[0].rstrip("+"))
-        nodes = () if row["NodeList"] in _NO_NODES else tuple(expand(row["NodeList"]))
+        nodes = () if row["NodeList"] in _NO_NODES else _expanded(row["NodeList"])
+        gpus, requested = _gpus(row["AllocTRES"]), _gpus(row["ReqTRES"])
     except ClusterError as error:
         raise _wrong(number, error.cause, text) from error
     submit = _time(number, "Submit", row["Submit"], text)
@@ -92,8 +107,8 @@ def _job(number: int, text: str) -> SacctJob:
         start=_time(number, "Start", row["Start"], text),
         end=_time(number, "End", row["End"], text),
         nodes=nodes,
-        gpus=_gpus(row["AllocTRES"]),
-        requested_gpus=_gpus(row["ReqTRES"]),
+        gpus=gpus,
+        requested_gpus=requested,
     )
     _consistent(job, text)
     return job
@@ -108,33 +123,55 @@ def _consistent(job: SacctJob, text: str) -> None:
         raise _wrong(job.line, f"a job that is {job.state} started and has no end", text)
     if job.gpus and job.start is not None and not job.nodes:
         raise _wrong(job.line, f"a job with {job.gpus} GPUs ran on no node", text)
+    if job.gpus > MOST_NODE_GPUS * max(1, len(job.nodes)):
+        raise _wrong(job.line, f"{job.gpus} GPUs on {len(job.nodes)} nodes, and a node has at most {MOST_NODE_GPUS:,}", text)
 
 
 def _time(number: int, field: str, word: str, text: str) -> float | None:
     if word in _NEVER:
         return None
-    if not word.isdigit():
+    seconds = whole(word)
+    if seconds is None:
         raise _wrong(number, f"{field} {word[:30]!r} is not in Unix seconds", text)
-    return float(word) or None
+    return float(seconds) or None
 
 
+@lru_cache(256)  # a list may have 100,000 names
+def _expanded(nodelist: str) -> tuple[str, ...]:
+    return tuple(expand(nodelist))
+
+
+@lru_cache(REMEMBERED)
 def _gpus(tres: str) -> int:
     """'gres/gpu' where the site tracks it, else the sum over types."""
-    counts = parse_tres(tres)
-    if "gres/gpu" in counts:
-        return counts["gres/gpu"]
-    return count_gpus(",".join(item for item in tres.split(",") if item.startswith("gres/gpu:")))
+    plain, typed = None, 0
+    for item in tres.split(","):
+        if item.startswith(("gres/gpu=", "gres/gpu:")):
+            what, _, text = item.partition("=")
+            count = whole(text)
+            if count is None:
+                raise ClusterUnavailable(f"not a number of GPUs: {item[:80]!r}")
+            if what == "gres/gpu":
+                plain = count
+            else:
+                typed += count
+    return typed if plain is None else plain
 
 
 def _wrong(number: int, what: str, text: str) -> ConfigError:
     return ConfigError(f"line {number} of the sacct dump cannot be read: {what}: {text[:100]!r}", _REMEDY)
 
 
-def _skewed(number: int, what: str, text: str) -> ConfigError:
+def _skewed(number: int, what: str, text: str = "") -> ConfigError:
     return ConfigError(
-        f"line {number} of the sacct dump has times that cannot be: {what}: {text[:100]!r}",
+        f"line {number} of the sacct dump has times that cannot be: {what}" + (f": {text[:100]!r}" if text else ""),
         "clocks differed between the controller and the database; remove the line, or take a period without",
     )
+
+
+def held_at_the_end(jobs: Iterable[SacctJob]) -> int:
+    """GPUs that jobs still hold."""
+    return sum(job.gpus for job in jobs if job.start is not None and job.end is None)
 
 
 def capacity_of(nodes: Iterable[Node]) -> dict[str, int]:
@@ -162,6 +199,9 @@ def fleet_of(
     finish = latest if until is None else until
     if finish <= begin:
         raise ConfigError(f"the sacct dump covers no time: from {begin:.0f} to {finish:.0f}", _REMEDY)
+    oldest = min(jobs, key=lambda job: job.submit)
+    if finish - min(begin, oldest.submit) > LONGEST_S:
+        raise _skewed(oldest.line, f"job {oldest.job_id} lies {(finish - oldest.submit) / 86_400:,.0f} days before the dump's end")
     for job in jobs:
         if until is not None and max(job.submit, job.start or 0.0, job.end or 0.0) > until:
             raise ConfigError(f"line {job.line} of the sacct dump is after its end at {until:.0f}", "give a later end, or mend the clocks")
@@ -169,6 +209,9 @@ def fleet_of(
     if len(counted) < len(jobs):
         notes.append(f"{len(jobs) - len(counted)} jobs in {', '.join(sorted(ignore_partitions))} count as idle")
     occupations, uneven = _occupations(counted, capacity, begin, finish)
+    if not occupations and any(job.gpus and job.start is not None for job in jobs):
+        where = f" outside {', '.join(sorted(ignore_partitions))}" if len(counted) < len(jobs) else ""
+        raise ConfigError(f"no job{where} held a GPU in the period", "take a longer one, or ignore fewer partitions")
     if not occupations:
         raise ConfigError(
             f"no job among {len(jobs)} held a GPU",
@@ -179,8 +222,20 @@ def fleet_of(
     if capacity is None:
         notes.append("nodes and their GPUs are the most ever in use: give the nodes for those that were always idle")
     has = {node: count for node, count in (most_used(occupations) if capacity is None else capacity).items() if count}
+    _possible(has, occupations)
     fleet = from_occupations("sacct dump", occupations, has, finish - begin)
-    return Dump(fleet, begin, tuple(jobs), tuple(occupations), (*notes, "nodes that were down or drained count as idle"))
+    return Dump(fleet, begin, tuple(jobs), tuple(occupations), (*notes, DOWN_NOTE, ALL_JOBS_NOTE))
+
+
+def _possible(has: Mapping[str, int], occupations: Sequence[Occupation]) -> None:
+    """Refuse a node with more GPUs than any has, naming the largest job on it."""
+    for node, count in has.items():
+        if count > MOST_NODE_GPUS:
+            line = max((dict(job.gpus_by_node).get(node, 0), job.line) for job in occupations)[1]
+            raise ConfigError(
+                f"line {line} of the sacct dump: with it {count} GPUs of node {node!r} were in use at once, of at most {MOST_NODE_GPUS:,}",
+                "an earlier job never got its end (`sacctmgr show runawayjobs`), or the line is wrong: remove it",
+            )
 
 
 def _occupations(
@@ -195,8 +250,10 @@ def _occupations(
         share, rest = divmod(job.gpus, len(nodes))
         uneven += rest > 0
         placed = tuple((node, share + (index < rest)) for index, node in enumerate(nodes) if share + (index < rest))
-        found.append(Occupation(job.start - since, (until if job.end is None else job.end) - since, placed, job.line))
-    return [replace(job, start_s=max(job.start_s, 0.0)) for job in found if job.end_s > 0 and job.start_s < until - since], uneven
+        end = until if job.end is None else job.end
+        if end > since and job.start < until:
+            found.append(Occupation(max(job.start - since, 0.0), end - since, placed, job.line))
+    return found, uneven
 
 
 def _gpu_nodes(job: SacctJob, capacity: Mapping[str, int] | None) -> tuple[str, ...]:
@@ -204,7 +261,8 @@ def _gpu_nodes(job: SacctJob, capacity: Mapping[str, int] | None) -> tuple[str, 
         return job.nodes
     for node in job.nodes:
         if node not in capacity:
-            raise ConfigError(f"line {job.line} of the sacct dump: node {node} is not among those given", f"list them all: {NODES_COMMAND}")
+            what = f"line {job.line} of the sacct dump: node {node!r} is not among those given"
+            raise ConfigError(what, f"list them all: {NODES_COMMAND}")
     with_gpus = tuple(node for node in job.nodes if capacity[node])
     if not with_gpus:
         raise ConfigError(f"line {job.line} of the sacct dump: {job.gpus} GPUs on nodes without", f"list the nodes again: {NODES_COMMAND}")

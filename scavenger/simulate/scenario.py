@@ -17,6 +17,9 @@ from scavenger.simulate.presets import WARM_CACHE
 from scavenger.simulate.startup import ColdStart, Deltas
 from scavenger.simulate.trainer_model import TrainerSpec
 
+ENGINE_BYTES_S = 50e9 / 8  # a harvested engine's interface
+_SHORTER = "give fewer sampling.max_tokens or --prompt-tokens, a smaller model, or more GPUs an engine"
+
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
@@ -44,7 +47,7 @@ class Scenario:
     horizon_s: float = math.inf
     max_engines: int = 0
     max_batch: int = 256
-    engine_bytes_s: float = 50e9 / 8
+    engine_bytes_s: float = ENGINE_BYTES_S
     relay: bool = True
     deltas: Deltas | None = None
     cold_start: ColdStart = field(default_factory=lambda: WARM_CACHE)
@@ -63,11 +66,13 @@ class Scenario:
         if self.steps < 1 and math.isinf(self.horizon_s):
             raise ConfigError("a simulation without an end", "give steps, or horizon_s")
         if self.prompts < 1 or self.samples < 1 or self.prompt_tokens < 1 or self.reserved_engines < 0:
-            raise ConfigError(f"a step of {self.prompts} prompts x {self.samples} answers after {self.prompt_tokens} tokens")
+            what = f"a step of {self.prompts} prompts x {self.samples} answers after {self.prompt_tokens} tokens"
+            raise ConfigError(what, "each is at least 1")
         longest = self.prompt_tokens + self.lengths.cap
         for spec in (self.reserved, self.harvested):
             if longest > spec.kv_capacity:
-                raise ConfigError(f"answers of up to {longest} tokens do not fit the {spec.kv_capacity} tokens of an engine's KV cache")
+                what = f"answers of up to {longest} tokens do not fit the {spec.kv_capacity} tokens of an engine's KV cache"
+                raise ConfigError(what, _SHORTER)
 
     @property
     def gpus_reserved(self) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from datetime import UTC, tzinfo
 
+from scavenger.errors import ConfigError
 from scavenger.simulate.decode import EngineSpec
 from scavenger.simulate.fleet import Fleet, Occupation
 from scavenger.simulate.fleet_stats import HOUR_S, idle_time_outlasting, measure
@@ -101,6 +102,9 @@ class Survey:
 def survey(observed: Observed, question: Question) -> Survey:
     """Every answer that the idle GPUs give."""
     fleet = observed.fleet
+    if max(fleet.capacity.values()) < question.spec.gpus:
+        what = f"no node has {question.spec.gpus} GPUs, which an engine takes: the largest has {max(fleet.capacity.values())}"
+        raise ConfigError(what, "an engine is on one node: give fewer --gpus-per-engine")
     engines = replay(fleet, question.spec.gpus, question.most)
     started = [engine for engine in engines if engine.length_s > question.notice_s]
     wasted = [engine for engine in started if engine.lost and engine.length_s <= question.ready_s]

@@ -70,10 +70,15 @@ class _Nodes:
         return lost
 
     def grow(self, most: int, now: float) -> None:
-        while self.open and self.running < most:
-            node = min(self.open, key=lambda name: (self.gap(name), name))
-            self.starts[node].append(now)
-            self.running += 1
+        if not self.open or self.running >= most:
+            return
+        # an engine makes its node the fullest of those that fit: it stays the first until it is full
+        for node in sorted(self.open, key=lambda name: (self.gap(name), name)):
+            room = min(self.gap(node) // self.gpus, most - self.running)
+            if room < 1:
+                break
+            self.starts[node] += [now] * room
+            self.running += room
             self.update(node)
 
 

@@ -18,12 +18,16 @@ from scavenger.errors import ClusterError, ConfigError
 from scavenger.simulate import sacct, traces
 from scavenger.simulate.csvfile import read_csv, rows
 from scavenger.simulate.engine import Streams
-from scavenger.simulate.fleet import Fleet, Occupation, from_occupations, most_used
+from scavenger.simulate.fleet import MOST_NODE_GPUS, Fleet, Occupation, from_occupations, most_used
 from scavenger.simulate.sacct import Dump, SacctJob
 from scavenger.simulate.survey import Observed
 
 #: Hosts of a cluster agree to the second; more than this in the future is a wrong clock.
 SKEW_S = 300.0
+#: GPUs in use from which on it tells that the dump's jobs hold less than half of them.
+_TELLING = 8
+#: How a note begins that belongs above the figures.
+DOUBT = "DO NOT BELIEVE THIS"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,26 +51,47 @@ def read_sacct(dump: Path, nodes: Path | None, ignore: Collection[str], now: flo
         raise ConfigError("which nodes have this GPU or partition is not known", "give them with --nodes")
     known = None if nodes is None else _nodes(nodes)
     lines = read_lines(dump)
+    if lines[-1]:
+        raise ConfigError(
+            f"{dump}: line {len(lines)} is cut off: {lines[-1][:100]!r}", f"the dump has no end: make it again with\n    {sacct.COMMAND}"
+        )
     try:
         jobs = sacct.parse(lines)
         not_after(jobs, now)
         found = sacct.fleet_of(jobs, None if known is None else sacct.capacity_of(known), ignore_partitions=ignore)
     except ConfigError as error:
         raise ConfigError(f"{dump}: {error.cause}", error.remedy) from error
-    notes = [f"no job of the dump is in partition {name}" for name in sorted(set(ignore) - {job.partition for job in jobs})]
+    notes = _others_jobs(known or (), jobs)
+    notes += [f"no job of the dump is in partition {name}" for name in sorted(set(ignore) - {job.partition for job in jobs})]
     fleet, gone = without_gone(found, known or ())
     chosen = {node.name for node in known or () if node.gpus and only(node)} if known is not None else set(fleet.capacity)
     if not chosen:
+        parts = sorted({name for node in known or () if node.gpus for name in node.partitions})
         raise ConfigError(
-            f"no node has GPUs of type {only.gpu_type or 'any'} in partition {only.partition or 'any'}", _known_kinds(known or ())
+            f"no node has GPUs of type {only.gpu_type or 'any'} in partition {only.partition or 'any'}",
+            f"{_known_kinds(known or ())}; nodes with GPUs are in {', '.join(map(repr, parts[:20])) or 'no partition'}",
         )
     notes += _kinds_note(known or (), chosen)
     jobs = tuple(job for job in jobs if chosen.intersection(job.nodes))
     fleet, gone = fleet.only(chosen), [name for name in gone if name in chosen]
     if gone:
-        notes.append(f"{len(gone)} nodes are down or drained now and count as in use since their last job: {', '.join(gone[:5])}")
+        some, are = ", ".join(map(repr, gone[:5])), "1 node is" if len(gone) == 1 else f"{len(gone)} nodes are"
+        notes.append(f"{are} down or drained now and counted as in use since the last job there: {some}")
     held = tuple(job for job in found.occupations if any(node in chosen for node, _ in job.gpus_by_node))
-    return Observed(fleet, found.since, held, _waits(jobs, found.since, ignore), (*found.notes, *notes))
+    earlier = "nodes that were down or drained earlier and are not now count as idle"
+    told = tuple(earlier if gone and note == sacct.DOWN_NOTE else note for note in found.notes)
+    return Observed(fleet, found.since, held, _waits(jobs, found.since, ignore), (*notes, *told))
+
+
+def _others_jobs(nodes: Iterable[Node], jobs: Sequence[SacctJob]) -> list[str]:
+    """Who may not see others' jobs makes a dump in which the whole cluster idles; the nodes' list says otherwise."""
+    allocated, held = sum(node.gpus_allocated for node in nodes), sacct.held_at_the_end(jobs)
+    if allocated < _TELLING or held * 2 >= allocated:
+        return []
+    return [
+        f"{DOUBT}: by the nodes {allocated} GPUs are in use, and the dump's running jobs hold {held}. You probably see only your "
+        "own jobs (PrivateData), or the two were made at different times: let one make both who may see all jobs"
+    ]
 
 
 def _kinds_note(nodes: Iterable[Node], chosen: Collection[str]) -> list[str]:
@@ -83,10 +108,15 @@ def _known_kinds(nodes: Iterable[Node]) -> str:
 
 
 def _nodes(path: Path) -> tuple[Node, ...]:
+    remedy = f"make it with\n    {sacct.NODES_COMMAND}"
     try:
-        return parse_nodes("\n".join(read_lines(path)))
+        nodes = parse_nodes("\n".join(read_lines(path)))
     except ClusterError as error:
-        raise ConfigError(f"{path}: {error.cause}", f"make it with\n    {sacct.NODES_COMMAND}") from error
+        raise ConfigError(f"{path}: {error.cause}", remedy) from error
+    for node in nodes:
+        if node.gpus > MOST_NODE_GPUS:
+            raise ConfigError(f"{path}: node {node.name!r} has {node.gpus} GPUs; at most {MOST_NODE_GPUS:,} are taken", remedy)
+    return nodes
 
 
 def without_gone(dump: Dump, nodes: Sequence[Node]) -> tuple[Fleet, list[str]]:
@@ -138,6 +168,12 @@ def _waits(jobs: Iterable[SacctJob], since: float, ignore: Collection[str]) -> t
     )
 
 
+_KNOWN_TRACES = (
+    "give one with the columns t_seconds, node, idle_gpus, delta (idle GPUs), or t_start, t_end, vc, gpus, placement (jobs), or "
+    "source, target, t_seconds, available_instances (spot); docs/simulate.md has more of them"
+)
+
+
 def read_trace(path: Path, gpus_per_node: int, source: str, streams: Streams) -> Observed:
     """One of the evaluation's traces. `source`: which of a spot trace's instances; `gpus_per_node`: what a node, or an instance, has."""
     first = read_csv(path, lambda lines: next(rows(lines, ()), None))
@@ -151,10 +187,11 @@ def read_trace(path: Path, gpus_per_node: int, source: str, streams: Streams) ->
         known = read_csv(path, lambda lines: sorted({row.text("source") for row in rows(lines, ("source",))}))
         chosen = source or (known[0] if len(known) == 1 else "")
         if not chosen:
-            raise ConfigError(f"{path} has several sources", "choose with --source: " + ", ".join(known))
+            raise ConfigError(f"{path} has several sources", "choose with --source: " + ", ".join(map(repr, known))[:400])
         return Observed(traces.read_spot(path, chosen, gpus_per_node, streams.stream("spot", chosen)))
     if {"t_start", "t_end", "placement"} <= columns.keys():
         jobs = traces.read_jobs(path)
         fleet = from_occupations(f"{path.name} (placement simulated)", jobs, most_used(jobs), max(job.end_s for job in jobs))
         return Observed(fleet, jobs=jobs, notes=("nodes and their GPUs are the most ever in use: nodes that were always idle are missing",))
-    raise ConfigError(f"{path} is no trace that is known: it has the columns {', '.join(columns)}", "docs/simulate.md names them")
+    has = ", ".join(map(repr, columns))[:200]
+    raise ConfigError(f"{path} is no trace that is known: it has the columns {has}", _KNOWN_TRACES)

@@ -28,7 +28,8 @@ class Row:
 def title(observed: Observed, question: Question) -> str:
     """What was looked at."""
     fleet = observed.fleet
-    return f"{fleet.origin}: {fleet.gpus:,} GPUs on {len(fleet.capacity):,} nodes, {period(observed, question)}"
+    nodes = "1 node" if len(fleet.capacity) == 1 else f"{len(fleet.capacity):,} nodes"
+    return f"{fleet.origin}: {fleet.gpus:,} GPUs on {nodes}, {period(observed, question)}"
 
 
 def period(observed: Observed, question: Question) -> str:

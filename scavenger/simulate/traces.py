@@ -11,9 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
+from scavenger.digits import whole
 from scavenger.errors import ConfigError
 from scavenger.simulate.csvfile import Row, read_csv, rows
-from scavenger.simulate.fleet import Fleet, Occupation, from_deltas
+from scavenger.simulate.fleet import LONGEST_S, MOST_GPUS, MOST_MOVES, MOST_NODE_GPUS, MOST_NODES, Fleet, Occupation, from_deltas
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +31,15 @@ def parse_nodes(lines: Iterable[str], gpus_per_node: int, end_s: float, origin: 
     deltas: list[tuple[float, str, int]] = []
     idle: dict[str, int] = {}
     for row in rows(lines, ("t_seconds", "node", "idle_gpus", "delta")):
-        t_s, node, count, delta = row.number("t_seconds"), row.text("node"), row.whole("idle_gpus"), row.whole("delta", least=None)
+        t_s, node, count, delta = _time(row, "t_seconds"), row.text("node"), row.whole("idle_gpus"), row.whole("delta", least=None)
         if node not in initial:
             if t_s or delta:
-                raise row.wrong(f"{node} has no row at t = 0")
+                raise row.wrong(f"{node!r} has no row at t = 0")
             initial[node] = idle[node] = count
+            _at_most(row, "nodes", len(initial), MOST_NODES)
             continue
         if idle[node] + delta != count:
-            raise row.wrong(f"{node} had {idle[node]} idle GPUs before a change of {delta}")
+            raise row.wrong(f"{node!r} had {idle[node]} idle GPUs before a change of {delta}")
         if count > gpus_per_node:
             raise row.wrong(f"more than {gpus_per_node} GPUs idle on one node")
         _in_order(row, t_s, deltas[-1][0] if deltas else 0.0, end_s)
@@ -55,16 +57,16 @@ def parse_virtual_clusters(lines: Iterable[str], end_s: float, origin: str = "tr
     pending: list[tuple[float, str, int]] = []
     before = 0.0
     for row in rows(lines, ("t_seconds", "vc", "idle_gpus", "total_gpus", "pending_gpus")):
-        t_s, name, count = row.number("t_seconds"), row.text("vc"), row.whole("idle_gpus")
+        t_s, name, count = _time(row, "t_seconds"), row.text("vc"), row.whole("idle_gpus")
         before = _in_order(row, t_s, before, end_s)
         pending.append((t_s, name, row.whole("pending_gpus")))
         if name not in initial:
             if t_s:
-                raise row.wrong(f"{name} has no row at t = 0")
-            capacity[name] = row.whole("total_gpus", least=1)
+                raise row.wrong(f"{name!r} has no row at t = 0")
+            capacity[name] = _at_most(row, "GPUs", row.whole("total_gpus", least=1), MOST_GPUS)
             initial[name] = idle[name] = count
         elif row.whole("total_gpus") != capacity[name]:
-            raise row.wrong(f"{name} had {capacity[name]} GPUs before")
+            raise row.wrong(f"{name!r} had {capacity[name]} GPUs before")
         deltas.append((t_s, name, count - idle[name]))
         idle[name] = count
     return VirtualClusters(from_deltas(origin, end_s, capacity, initial, deltas), tuple(pending))
@@ -76,11 +78,12 @@ def parse_jobs(lines: Iterable[str]) -> tuple[Occupation, ...]:
     for row in rows(lines, ("t_start", "t_end", "vc", "gpus", "placement")):
         placed = []
         for item in row.text("placement").split("|"):
-            node, _, count = item.rpartition(":")
-            if not node or not count.isdigit() or not int(count):
+            node, _, text = item.rpartition(":")
+            count = whole(text)
+            if not node or not count:
                 raise row.wrong("no placement node:k|node:k")
-            placed.append((node, int(count)))
-        job = Occupation(row.number("t_start"), row.number("t_end"), tuple(placed), row.line)
+            placed.append((node, _at_most(row, "GPUs of a node", count, MOST_NODE_GPUS)))
+        job = Occupation(_time(row, "t_start"), _time(row, "t_end"), tuple(placed), row.line)
         if job.gpus != row.whole("gpus") or job.end_s < job.start_s:
             raise row.wrong(f"{job.gpus} GPUs are placed, from {job.start_s:g} to {job.end_s:g} s")
         jobs.append(job)
@@ -95,15 +98,19 @@ def parse_spot(
     `gpus_per_instance`: what one of ours would have, whatever the trace's had. `end_s`: None for the last change.
     """
     counts: list[tuple[float, int]] = []
-    target = 0
+    target = moves = 0
     seen = set()
     for row in rows(lines, ("source", "target", "t_seconds", "available_instances")):
         seen.add(row.text("source"))
         if row.text("source") != source:
             continue
-        _in_order(row, row.number("t_seconds"), counts[-1][0] if counts else 0.0, row.number("t_seconds") if end_s is None else end_s)
-        counts.append((row.number("t_seconds"), row.whole("available_instances")))
-        target = max(target, row.whole("target"), counts[-1][1])
+        before_s, before = counts[-1] if counts else (0.0, 0)
+        t_s, count = _time(row, "t_seconds"), _instances(row, "available_instances")
+        _in_order(row, t_s, before_s, t_s if end_s is None else end_s)
+        counts.append((t_s, count))
+        target = max(target, _instances(row, "target"), count)
+        moves += abs(count - before) * gpus_per_instance
+        _at_most(row, "GPUs that come and go so far", moves, MOST_MOVES)
     if not counts:
         raise ConfigError(f"no spot instances of source {source!r}", f"the sources are {sorted(seen)}")
     names = [f"spot-{index:03}" for index in range(target)]
@@ -122,6 +129,23 @@ def parse_spot(
         first[name] += 0 if t_s else delta
     later = [one for one in deltas if one[0]]
     return from_deltas(f"spot trace {source}", end_s or counts[-1][0], dict.fromkeys(names, gpus_per_instance), first, later)
+
+
+def _time(row: Row, column: str) -> float:
+    t_s = row.number(column)
+    if t_s > LONGEST_S:
+        raise row.wrong(f"{column} is {t_s:g} s from the trace's start: over 10 years (a date, or milliseconds?)")
+    return t_s
+
+
+def _instances(row: Row, column: str) -> int:
+    return _at_most(row, column, row.whole(column), MOST_NODES)
+
+
+def _at_most(row: Row, what: str, count: int, most: int) -> int:
+    if count > most:
+        raise row.wrong(f"{what}: {count}, and at most {most:,} are taken,")
+    return count
 
 
 def _in_order(row: Row, t_s: float, before: float, end_s: float) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 
 from scavenger.cluster import commands, slurm_text
@@ -179,6 +181,34 @@ def test_the_configuration_is_read() -> None:
 )  # fmt: skip
 def test_host_lists(text: str, names: list[str]) -> None:
     assert expand(text) == names
+
+
+ABSURD_LISTS = {
+    "a product": "n[1-100000][1-100000]", "one part after the other": "n[" + ",".join(["1-90000"] * 50_000) + "]",
+    "digits": f"n[{'9' * 5000}]", "other digits": "n[²]", "Arabic digits": "n[\u0661-\u0663]", "brackets": "n" + "[1]" * 5000,
+    "a name": "n" * 300, "a long name by many": f"{'n' * 300}[1-100000]", "items": ",".join(["n[1-99999]"] * 1000),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ABSURD_LISTS.values(), ids=ABSURD_LISTS)
+def test_a_host_list_that_no_cluster_has_is_refused_before_it_is_built(text: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(ClusterUnavailable, match="host"):
+            expand(text)
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("digits", ["9" * 5000, "\u0663" * 5000], ids=["ASCII", "Arabic"])
+def test_numbers_that_no_counter_can_hold_are_no_observation(digits: str) -> None:
+    for read in (slurm_text.parse_duration, slurm_text.count_tasks, slurm_text.count_gpus):
+        with pytest.raises(ClusterUnavailable):
+            read(digits if read is not slurm_text.count_gpus else f"gpu:{digits}")
+    assert slurm_text.parse_tres(f"cpu={digits},gres/gpu=²,node=1") == {"node": 1}
+    with pytest.raises(ClusterUnavailable, match="not a number"):
+        commands.parse_jobs(squeue({"NumCPUs": digits}), M)
 
 
 @pytest.mark.parametrize("text", ["n[1-", "n]1[", "n[3-1]", "n[a-b]", "a,,b", "n[0-99999999]"])

@@ -117,7 +117,7 @@ def test_a_file_holds_objects_or_triples(tmp_path: Path) -> None:
         ('[{"batch": 1, "context": 5, "tokens_per_s": 9, "gpu": 1}]', "gpu"),
         ('[{"batch": 1.5, "context": 5, "tokens_per_s": 9}]', "int"),
         ("[[1, 2]]", "length 3"),
-        ("[[1, 5, 9], [4, 5, 0]]", "entry 1"),
+        ("[[1, 5, 9], [4, 5, 0]]", "point 2"),
     ],
 )
 def test_a_wrong_file_says_what_is_wrong_and_where(text: str, says: str, tmp_path: Path) -> None:

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from scavenger import cli, toml
+from scavenger import cli, cli_play, toml
 from scavenger.cluster import choose
 from scavenger.cluster.model import ClusterInfo, ClusterView, JobSpec, Node, Partition, PreemptMode
 from scavenger.errors import ClusterError, ConfigError
 from scavenger.harvest.standing import drain
-from scavenger.simulate import presets
-from scavenger.simulate.constants import load
+from scavenger.simulate import play, presets
+from scavenger.simulate.constants import error_of, load
 from scavenger.simulate.decode import Efficiency
 from scavenger.simulate.sacct import COMMAND, NODES_COMMAND
 
@@ -122,6 +122,17 @@ def measured(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize(("run", "option"), [
+    ((), "--cold-start"), ((), "--notice"), ((), "--grace"), ((), "--kill-wait"), ((), "--message-timeout"), ((), "--sched-interval"),
+    (("run.toml",), "--from"), (("run.toml",), "--sigma"), (("run.toml",), "--capped-share"), (("run.toml",), "--correlation"),
+])  # fmt: skip
+def test_every_number_is_finite(run: tuple[str, ...], option: str, value: str) -> None:
+    done = simulate(*run, "--sacct", DUMP, "--reserved-gpus", "1", option, value)
+    assert done.exit_code == 2, done.output
+    assert f"'{option}'" in done.output
+
+
 def test_calibrate_finds_prints_and_writes_the_constants(tmp_path: Path) -> None:
     out = tmp_path / "constants.toml"
     text = shown("calibrate", measured(tmp_path), "--model", "Qwen3-8B", "--gpu", "H100", "--out", out)
@@ -140,6 +151,10 @@ def test_calibrate_finds_prints_and_writes_the_constants(tmp_path: Path) -> None
     (("overhead_s = ", "overhead = "), "has not exactly the numbers .*overhead, overhead_s"),
     (("memory_share = 0.9", "memory_share = true"), "a value is no number"),
     (("[fit]", "[fit"), "not TOML"),
+    (("memory_share = 0.9", "memory_share = nan"), "memory_share = nan is no share"),
+    (("memory_share = 0.9", "memory_share = 1.5"), "memory_share = 1.5 is no share"),
+    (("memory_share = 0.9", "memory_share = -3.0"), "memory_share = -3 is no share"),
+    (("overhead_s = ", "overhead_s = 99"), "overhead_s = .* is no time of a step"),
 ])  # fmt: skip
 def test_constants_that_were_tampered_with_are_refused(tmp_path: Path, change: tuple[str, str], says: str) -> None:
     out = tmp_path / "constants.toml"
@@ -148,6 +163,43 @@ def test_constants_that_were_tampered_with_are_refused(tmp_path: Path, change: t
     assert change[0] in text
     with pytest.raises(ConfigError, match=says):
         load(text.replace(*change), presets.engine("Qwen3-8B", "H100"))
+
+
+def test_a_fit_that_is_none_is_said_and_not_written(tmp_path: Path) -> None:
+    points, out = tmp_path / "points.json", tmp_path / "constants.toml"
+    points.write_text("[[1, 100, 10], [8, 100, 1000], [16, 100, 20], [32, 5000, 90000]]", encoding="utf-8")
+    done = simulate("calibrate", points, "--model", "Qwen3-8B", "--gpu", "H100", "--out", out)
+    assert "this is no fit" in done.output
+    assert isinstance(done.exception, ConfigError)
+    assert not out.exists()
+
+
+def test_the_error_of_a_fit_is_read_back() -> None:
+    assert error_of("[fit]\nrms_error = 0.03\n") == 0.03
+    assert error_of("[fit]\nrms_error = nan\n") is error_of("fit = 1\n") is error_of("") is None
+
+
+def test_the_usual_policies_are_named_in_the_help() -> None:
+    assert ",".join(play.USUAL) == cli_play.USUAL
+
+
+@pytest.mark.parametrize(("options", "says"), [
+    (("--trace", DATA / "nodes.csv", "--nodes", "n.txt"), "go with --sacct"),
+    (("--trace", DATA / "nodes.csv", "--ignore-partition", "p"), "go with --sacct"),
+    (("--sacct", DUMP, "--source", "x"), "goes with --trace"),
+])  # fmt: skip
+def test_options_that_do_not_apply_are_refused(options: tuple[str | Path, ...], says: str) -> None:
+    for command in ((), ("run.toml",)):
+        done = simulate(*command, *options, "--reserved-gpus", "1")
+        assert done.exit_code == 2
+        assert says in done.output
+
+
+def test_a_report_that_cannot_be_written_is_refused_before_anything_is_played(tmp_path: Path) -> None:
+    for command in ((), ("nosuch.toml",)):
+        done = simulate(*command, "--sacct", tmp_path / "none.txt", "--reserved-gpus", "1", "--html", tmp_path / "no" / "x.html")
+        assert isinstance(done.exception, ConfigError)
+        assert "x.html cannot be written" in done.exception.cause
 
 
 # ---------------------------------------------------------------- live

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from scavenger.cli_tables import play_all, print_comparison
 from scavenger.errors import ConfigError
-from scavenger.simulate.comparison import Played, Prices, by_policy, estimate, figures, report, speed_up, table
+from scavenger.simulate.comparison import Played, Prices, by_policy, estimate, figures, report, span, speed_up, table, verdict
 from scavenger.simulate.report import Series, html
 
 PRICES = Prices(reserved=10.0, harvested=2.0)
@@ -35,6 +35,27 @@ def test_the_interval_is_student_s() -> None:
     assert many.high - many.value == pytest.approx(1.960 * 1.00504 / 10, abs=1e-3)
     alone = estimate([4.0])
     assert alone.low == alone.high == 4.0
+
+
+def test_the_verdict_names_what_chance_may_explain() -> None:
+    assert verdict([*ALONE, *OURS])[0] == "ours cannot be told from colocated by 2 seeds: use more (--seeds)"
+    clear = [run(name, seed, 1000 * factor + seed) for name, factor in (("colocated", 1), ("ours", 2)) for seed in (0, 1, 2)]
+    assert verdict(clear)[0] == "ours is the fastest here, beyond chance"
+    assert "--from" in verdict(clear)[1]
+    assert verdict([clear[0], clear[3]]) == ("one seed tells nothing of chance: use --seeds 3 or more",)
+    assert verdict(ALONE) == ()
+
+
+def test_how_much_was_played_is_said_with_what_was_too_short() -> None:
+    assert span(ALONE, 2, 5.0) == ("each run took 2 steps, in 1.7 to 1.7 min",)
+    notes = span(ALONE, 10, 100.0)
+    assert "the trace ended before 10 steps" in notes[1]
+    assert "cold start of 100 s" in notes[2]
+
+
+def test_prices_say_where_they_are_from() -> None:
+    assert "list prices of an H100" in Prices().told()
+    assert "as given" in PRICES.told()
 
 
 def test_figures_are_means_over_seeds() -> None:

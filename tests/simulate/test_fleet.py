@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scavenger.errors import ConfigError
+from scavenger.simulate import survey_sources
 from scavenger.simulate.engine import Streams
 from scavenger.simulate.fleet import Change, Fleet, Occupation, from_deltas, from_occupations, most_used
 from scavenger.simulate.fleet_stats import idle_time_outlasting, measure, slices, weighted_quantile
@@ -108,6 +109,53 @@ def test_wrong_lines_of_the_other_traces_are_named() -> None:
         parse_spot(["source,target,t_seconds,available_instances\n", "e,2,5,1\n", "e,2,4,2\n"], "e", 1, Streams(0).stream("x"))
 
 
+NODE_HEAD, JOB_HEAD = "t_seconds,node,idle_gpus,delta\n", "t_start,t_end,vc,gpus,placement\n"
+SPOT_HEAD = "source,target,t_seconds,available_instances\n"
+
+
+@pytest.mark.parametrize(("text", "says"), [
+    (NODE_HEAD + "0,a,4,0\n1e13,a,3,-1\n", r"line 3: t_seconds is 1e\+13 s .* over 10 years"),
+    (NODE_HEAD + "0,a,4,0\n1e300,a,3,-1\n", r"line 3: t_seconds is 1e\+300 s"),
+    (NODE_HEAD + "0,a,4,0\n5,a,²,-1\n", "line 3: no whole number of idle_gpus"),
+    (NODE_HEAD + f"0,a,4,0\n5,a,{'9' * 5000},-1\n", "line 3: no whole number of idle_gpus"),
+    (NODE_HEAD + f"0,a,4,0\n5,{'a' * 200_000},4,0\n", "line 3 is no CSV: field larger"),
+    (NODE_HEAD + "5,a\x1bc,4,0\n", r"line 2: 'a\\x1bc' has no row at t = 0"),
+    (JOB_HEAD + "0,5,a,1,a-00:²\n", "line 2: no placement"),
+    (JOB_HEAD + "0,5,a,1025,a-00:1025\n", "line 2: GPUs of a node: 1025"),
+    (JOB_HEAD + "0,1e13,a,1,a-00:1\n", "line 2: t_end is"),
+    (SPOT_HEAD + "x,2,0,2\nx,2,86400,300000000\n", "line 3: available_instances: 300000000, and at most 100,000"),
+    (SPOT_HEAD + "x,300000000,0,2\n", "line 2: target: 300000000"),
+    (SPOT_HEAD + "x,2,0,2\nx,2,1e13,1\n", "line 3: t_seconds is"),
+    (SPOT_HEAD + "".join(f"x,9,{t},{100_000 * (t % 2)}\n" for t in range(200)), "line 28: GPUs that come and go so far: 20800000"),
+])  # fmt: skip
+def test_a_trace_that_no_cluster_wrote_names_its_line_before_it_fills_the_memory(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=rf"trace\.csv: {says}") as caught:
+        survey_sources.read_trace(path, 8, "", Streams(0))
+    assert "\x1b" not in str(caught.value)
+
+
+def test_a_trace_that_is_cut_off_names_its_last_line(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(NODE_HEAD + "0,a,4,0\n60,a,3,-1\n120,a,1,-", encoding="utf-8")
+    with pytest.raises(ConfigError, match="line 4 has no end"):
+        survey_sources.read_trace(path, 8, "", Streams(0))
+
+
+def test_columns_and_sources_are_quoted(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    for text in ("t\x1bc,b\n1,2\n", SPOT_HEAD + "x\x1bc,2,0,2\ny,2,0,2\n"):
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(ConfigError, match=r"\\x1bc"):
+            survey_sources.read_trace(path, 8, "", Streams(0))
+
+
+def test_a_fleet_beyond_what_one_machine_keeps_is_refused() -> None:
+    with pytest.raises(ConfigError, match="hand: 1024000 GPUs that change hands 0 times; at most 1,000,000"):
+        from_deltas("hand", 9.0, {str(node): 1024 for node in range(1000)}, {str(node): 0 for node in range(1000)}, ())
+
+
 def test_a_segment_begins_with_the_state_of_its_start() -> None:
     part = sample().segment(90.5, 210.0)
     assert dict(part.initial) == {"a-00": 3, "a-01": 0}
@@ -140,9 +188,9 @@ def test_a_fleet_that_cannot_be_is_refused(initial: dict[str, int], changes: tup
 
 def test_jobs_that_hold_more_than_a_node_has_are_named() -> None:
     jobs = [Occupation(0.0, 100.0, (("a", 5),), line=7), Occupation(50.0, 60.0, (("a", 4),), line=9)]
-    with pytest.raises(ConfigError, match="line 9: at 50 s node a would hold 9 of its 8 GPUs"):
+    with pytest.raises(ConfigError, match="line 9: at 50 s node 'a' would hold 9 of its 8 GPUs"):
         from_occupations("jobs", jobs, {"a": 8}, 100.0)
-    with pytest.raises(ConfigError, match="line 7: node a"):
+    with pytest.raises(ConfigError, match="line 7: node 'a'"):
         from_occupations("jobs", jobs, {"b": 8}, 100.0)
 
 

@@ -86,6 +86,8 @@ def test_sampled_lengths_have_the_files_distribution_scale_cap_and_correlation()
 @pytest.mark.parametrize("make", [
     lambda: Lognormal(5.0, 0.0, 100), lambda: Lognormal(5.0, 1.0, 100, 1.5), lambda: Lognormal(5.0, 1.0, 0),
     lambda: Lognormal.with_capped_share(1.0, 100, 0.0), lambda: Lognormal.with_mean(100, 1.0, 100), lambda: Sampled((), 10),
+    lambda: Lognormal(5.0, math.nan, 100), lambda: Lognormal(5.0, math.inf, 100), lambda: Lognormal(5.0, 50.0, 100),
+    lambda: Lognormal(math.nan, 1.0, 100), lambda: Lognormal(5.0, 1.0, 100, drift=math.inf), lambda: Sampled((1,), 10, scale=math.nan),
 ])  # fmt: skip
 def test_lengths_that_cannot_be_are_refused(make: object) -> None:
     assert callable(make)

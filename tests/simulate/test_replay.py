@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from scavenger.cli_simulate import app
-from scavenger.errors import ConfigError
+from scavenger.errors import ConfigError, SimulationError
 from scavenger.ledger import experience, store
-from scavenger.ledger.recording import Recording, Step
+from scavenger.ledger.recording import Life, Recording, Step
 from scavenger.simulate.replay import Replay, live_s, replay, whole_steps
 from scavenger.simulate.replay_fit import fit, trained_groups
 
@@ -115,6 +116,54 @@ def test_a_recording_that_tells_too_little_is_refused_with_its_reason(recording:
 
 def shorter(step: Step) -> Step:
     return msgspec.structs.replace(step, answers=step.answers[:-1])
+
+
+def harvested_only(recording: Recording, lost_s: float, *, notice: bool, another: bool = True) -> Recording:
+    """One harvested engine, taken so long before the third step ended; another comes with the fourth."""
+    steps = whole_steps(recording)
+    config = json.loads(recording.config)
+    config.setdefault("reserved", {})["workers"] = 0
+    load = next(life.loads[0] for life in recording.lives if life.loads)
+    first, second = [life for life in recording.lives if life.kind == "harvested"][:2]
+
+    def lived(life: Life, at: float, left_at: float | None) -> Life:
+        loads = [msgspec.structs.replace(load, at=at + 0.5)]
+        loads += [
+            msgspec.structs.replace(load, at=step.submitted_at + 0.3, version=number)
+            for number, step in enumerate(steps[1:], 2)
+            if step.submitted_at > at
+        ]
+        return msgspec.structs.replace(life, joined_at=at, left_at=left_at, reason="preempted", notice=notice, loads=tuple(loads))
+
+    ended_at = steps[2].committed_at
+    assert ended_at is not None
+    lives = [lived(first, steps[0].submitted_at, ended_at - lost_s)]
+    if another:
+        lives.append(lived(second, steps[3].submitted_at + 0.1, None))
+    return msgspec.structs.replace(recording, config=json.dumps(config), lives=tuple(lives))
+
+
+@pytest.mark.parametrize("notice", [True, False])
+def test_a_step_that_loses_its_engine_before_it_is_done_goes_on_with_the_next_one(recording: Recording, notice: bool) -> None:
+    kept = replay(harvested_only(recording, 0.0, notice=notice)).pairs
+    lost = replay(harvested_only(recording, 1.5, notice=notice)).pairs
+    assert len(lost) == 12
+    steps = whole_steps(recording)
+    # ready 0.6 s into the fourth step, counted from the third's beginning
+    assert lost[2].played_s > steps[3].submitted_at + 0.6 - steps[2].submitted_at
+    assert kept[2].played_s < lost[2].played_s < kept[2].played_s + 4.0
+    assert [pair.played_s for pair in lost[4:]] == pytest.approx([pair.played_s for pair in kept[4:]], abs=0.3)
+
+
+def test_a_play_without_any_engine_left_says_so_and_ends(recording: Recording) -> None:
+    with pytest.raises(SimulationError, match="step 3 is played slower than it was: its last engine is lost"):
+        replay(harvested_only(recording, 1.5, notice=True, another=False))
+
+
+def test_a_step_without_end_is_told(recording: Recording, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scavenger.simulate.replay._Site._stuck", lambda self: False)
+    with pytest.raises(SimulationError, match=r"step 3 has been played for \d+ s and took 3\.7 s"):
+        replay(harvested_only(recording, 1.5, notice=True))
 
 
 def test_the_command_prints_each_step_and_the_error(ledger: Path, played: Replay) -> None:

@@ -112,6 +112,15 @@ def test_the_nodes_come_from_scontrol() -> None:
     (with_field("End", "Unknown"), "line 1 .*has no end"),
     (with_field("NodeList", "gpu[01-"), "line 1 .*malformed host"),
     (with_field("NodeList", "None assigned"), "line 1 .*no node"),
+    (with_field("NodeList", "n[1-100000][1-100000]"), "line 1 .*more than 100,000 names"),
+    (with_field("NodeList", f"n[{'9' * 5000}]"), "line 1 .*malformed host range"),
+    (with_field("NodeList", "gpu01\x1bc"), r"line 1 .*cannot be printed.*gpu01\\x1bc"),
+    (with_field("JobIDRaw", "²"), "line 1 .*not a job id"),
+    (with_field("Submit", "²"), "line 1 .*not in Unix seconds"),
+    (with_field("Submit", "9" * 5000), "line 1 .*not in Unix seconds"),
+    (with_field("AllocTRES", "gres/gpu=²,node=1"), "line 1 .*not a number of GPUs: 'gres/gpu=²'"),
+    (with_field("ReqTRES", f"gres/gpu:h100={'9' * 5000}"), "line 1 .*not a number of GPUs"),
+    (f"{GOOD}\n{with_field('AllocTRES', 'gres/gpu=1000000000')}", "line 2 .*1000000000 GPUs on 1 nodes"),
     (f"{GOOD}\n{with_field('End', '1700000009')}", "line 2 .*ends 1 s before it starts"),
     (f"{GOOD}\n{with_field('Start', '1699999990')}", "line 2 .*starts 10 s before it is submitted"),
 ])  # fmt: skip
@@ -121,8 +130,26 @@ def test_a_dump_that_is_empty_unreadable_or_skewed_names_its_line_and_the_remedy
     assert caught.value.remedy
 
 
+def test_a_time_of_another_age_is_refused_and_named() -> None:
+    with pytest.raises(ConfigError, match=r"line 2 .*job 1 lies 19,676 days before the dump's end"):
+        fleet_of(parse([GOOD, "1|normal|COMPLETED|5|9|60|1|gpu02|gres/gpu=4|gres/gpu=4"]))
+
+
+def test_a_node_with_more_gpus_than_any_has_is_named_with_its_largest_job() -> None:
+    lines = [with_field("AllocTRES", "gres/gpu=1000"), with_field("AllocTRES", "gres/gpu=1024")]
+    with pytest.raises(ConfigError, match=r"line 2 .*2024 GPUs of node 'gpu01' were in use at once"):
+        fleet_of(parse(lines), until=T0 + 3600, since=T0)
+
+
+def test_a_dump_of_more_places_than_memory_holds_names_the_line_that_is_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sacct, "_MOST_PLACES", 2)
+    with pytest.raises(ConfigError, match="line 3 of the sacct dump is one too many") as caught:
+        parse([GOOD] * 5)
+    assert caught.value.remedy == "take fewer days"
+
+
 def test_nodes_that_hold_more_than_they_have_are_skewed_too() -> None:
-    with pytest.raises(ConfigError, match="line 2: at 0 s node gpu01 would hold 8 of its 4"):
+    with pytest.raises(ConfigError, match="line 2: at 0 s node 'gpu01' would hold 8 of its 4"):
         fleet_of(parse(LINES), CAPACITY | {"gpu01": 4, "gpu02": 4}, since=T0 + 50)
 
 
@@ -132,7 +159,7 @@ def test_a_dump_beyond_its_stated_end_names_its_line() -> None:
 
 
 def test_jobs_on_nodes_that_were_not_given_name_their_line() -> None:
-    with pytest.raises(ConfigError, match=r"line 2 .*gpu02 is not among"):
+    with pytest.raises(ConfigError, match=r"line 2 .*'gpu02' is not among"):
         fleet_of(parse(LINES), {"gpu01": 8})
     with pytest.raises(ConfigError, match=r"line 1 .*4 GPUs on nodes without"):
         fleet_of(parse(LINES), {"gpu01": 0, "gpu02": 8, "cpu1": 0})
@@ -149,6 +176,12 @@ def test_accounting_without_gpus_says_what_to_set() -> None:
     with pytest.raises(ConfigError, match="no job among 9 held a GPU") as caught:
         fleet_of(parse(lines), CAPACITY)
     assert "AccountingStorageTRES" in caught.value.remedy
+
+
+def test_ignoring_everything_is_no_lack_of_accounting() -> None:
+    with pytest.raises(ConfigError, match="no job outside normal held a GPU") as caught:
+        fleet_of(parse([GOOD]), until=T0 + 900, ignore_partitions=["normal"], since=T0)
+    assert "fewer partitions" in caught.value.remedy
 
 
 def test_a_dump_over_no_time_is_refused() -> None:

@@ -273,7 +273,7 @@ def test_nodes_that_are_down_now_are_in_use_since_their_last_job(tmp_path: Path)
     idle = {name: asked(one).idle_gpu_h * 3600 for name, one in read.items()}
     # node0 never had a job: 4 GPUs for 29 s; node2's last job ended 3 s after the start; on node3 a job still runs
     assert idle["up"] - idle["down"] == pytest.approx(4 * 29 + 4 * 26)
-    assert any("2 nodes are down or drained now" in note and "node0, node2" in note for note in read["down"].notes)
+    assert any("2 nodes are down or drained now" in note and "'node0', 'node2'" in note for note in read["down"].notes)
     assert len(read["down"].jobs) == len(read["up"].jobs)  # what is down is nobody's job
 
 
@@ -299,6 +299,27 @@ def test_a_dump_that_cannot_be_believed_names_file_line_and_remedy(tmp_path: Pat
     assert caught.value.remedy
 
 
+def test_a_dump_that_is_cut_off_names_its_last_line(tmp_path: Path) -> None:
+    path = tmp_path / "dump.txt"
+    path.write_bytes((DATA / "sacct_22.05.txt").read_bytes()[:-3])
+    with pytest.raises(ConfigError, match=r"dump\.txt: line \d+ is cut off"):
+        survey_sources.read_sacct(path, None, (), NOW)
+
+
+def test_a_dump_of_ones_own_jobs_is_told_by_the_nodes(tmp_path: Path) -> None:
+    states = dict.fromkeys(("node0", "node1", "node2", "node3"), "IDLE")
+    nodes = scontrol(tmp_path, states)
+    assert not any(survey_sources.DOUBT in note for note in survey_sources.read_sacct(DATA / "sacct_22.05.txt", nodes, (), NOW).notes)
+    nodes.write_text(nodes.read_text(encoding="utf-8").replace("GresUsed=gpu:0", "GresUsed=gpu:4"), encoding="utf-8")
+    first = survey_sources.read_sacct(DATA / "sacct_22.05.txt", nodes, (), NOW).notes[0]
+    assert first.startswith(f"{survey_sources.DOUBT}: by the nodes 16 GPUs are in use, and the dump's running jobs hold ")
+
+
+def test_engines_that_no_node_can_carry_are_refused() -> None:
+    with pytest.raises(ConfigError, match="no node has 16 GPUs, which an engine takes: the largest has 8"):
+        asked(Observed(fleet(a=8)), spec=presets.engine("Qwen3-8B", "H100", 16))
+
+
 def test_clocks_that_differ_a_little_are_borne() -> None:
     assert survey_sources.read_sacct(DATA / "sacct_22.05.txt", None, (), 1_795_258_867.0 - 200).since == 1_795_258_838.0
 
@@ -315,6 +336,19 @@ def test_a_missing_file_and_nodes_that_are_none_are_named(tmp_path: Path) -> Non
     zipped.write_bytes(b"no gzip")
     with pytest.raises(ConfigError, match=r"dump\.gz cannot be read"):
         survey_sources.read_sacct(zipped, None, (), NOW)
+
+
+def test_a_node_with_more_gpus_than_any_has_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "nodes.txt"
+    line = "NodeName=a\x1bc CPUAlloc=0 CPUTot=64 Gres=gpu:1025 RealMemory=1 AllocMem=0 State=IDLE Partitions=p CfgTRES= AllocTRES=\n"
+    path.write_text(line, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"nodes\.txt: node 'a\\x1bc' has 1025 GPUs"):
+        survey_sources.read_sacct(DATA / "sacct_22.05.txt", path, (), NOW)
+
+
+def test_many_engines_on_many_nodes_are_placed_in_a_moment() -> None:
+    names = [f"n{number}" for number in range(20_000)]
+    assert len(replay(fleet(**dict.fromkeys(names, 8)), gpus=2)) == 80_000  # one look over all nodes each would take minutes
 
 
 def test_traces_are_told_apart_by_their_columns() -> None:
