@@ -1,7 +1,8 @@
 """A contender by its name, made for one scenario: what an operator profiles of its engines before a run, the baselines are told. Pure.
 
 RLBoost's B is "profiled": here from the engine's decode curve and KV cache, with answers like the run's. Its paper gives no figure for
-Theta: twice B, which does best of what `benchmarks/sweep.py` tries. Reserved engines are taken to be like harvested ones.
+Theta: twice B, since less costs it throughput and more brings none (`benchmarks/sweep.py`). Reserved engines are taken to be like
+harvested ones.
 """
 
 from __future__ import annotations
