@@ -28,6 +28,7 @@ import numpy as np
 import zmq
 
 from scavenger import wire
+from scavenger.digits import whole
 from scavenger.errors import WireError
 from scavenger.keys import KeyPair
 from scavenger.weights import protocol
@@ -94,9 +95,10 @@ class TcpChannel:
     @classmethod
     def connect(cls, source: wire.WeightSource, version: int, patience_s: float) -> TcpChannel:
         host, _, port = source.endpoint.removeprefix("tcp://").rpartition(":")
-        if not host or not port.isdigit():
+        number = whole(port, most=65_535)
+        if not host or number is None:
             raise WireError(f"{source.endpoint!r} is no address of a holder")
-        sock = socket.create_connection((host, int(port)), min(CONNECT_S, patience_s))
+        sock = socket.create_connection((host, number), min(CONNECT_S, patience_s))
         set_timeouts(sock, LOOK_S, patience_s)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return cls(sock, version, source.token, patience_s)

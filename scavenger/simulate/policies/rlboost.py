@@ -3,7 +3,7 @@
 - window and instance limit: `seeding`.
 - load balancing: a request goes to the instance with the shortest queue among those with fewer than Theta pending ones; the others wait at
   the router. An instance whose queue is empty gets pending requests of others; an idle one also max(m_exec - B, 0) of those that a peer
-  executes, B being the batch beyond which more requests hardly add throughput, which is profiled (`simulate.profile`): `balancing`.
+  executes, B being the batch beyond which more requests hardly add throughput, which is profiled (`simulate.contenders`): `balancing`.
 - an instance that loads the step's weights counts among the queues, so that the first to have them does not get everything.
 - micro-batches are trained in any order (all contenders do).
 
@@ -35,7 +35,7 @@ FIRST_TOKEN_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """The paper's eta and floor. What depends on the engine is for who knows nothing of it: the rest is profiled (`simulate.profile`)."""
+    """The paper's eta and floor. What depends on the engine is profiled (`simulate.contenders`); here for who knows nothing of it."""
 
     eta: float = 1 / 3
     floor_s: float = 5.0
