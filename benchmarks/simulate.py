@@ -59,6 +59,7 @@ def main() -> None:
     fleet = traces.read_nodes(asked.trace, 8, 72 * 3600.0) if asked.trace else synthetic.generate(Streams(0), end_s)
     fleet = fleet.segment(0.0, end_s) if fleet.end_s > end_s else fleet
     gc.freeze()
+    gc.set_threshold(200_000, 20, 100)  # as `policies.work`: samples live for a step, and name no cycle that is not taken apart
     played = scenario(fleet)
     profile = cProfile.Profile() if asked.profile else None
     started = time.process_time()

@@ -93,6 +93,8 @@ class Predictive:
                 self._new_step |= self._unfinished == 0  # the window ends at once
             case WindowMoved() | WorkerReady() | WorkerLost() | WorkerJoined():
                 self._changed = True
+                if isinstance(fact, WorkerLost) or (isinstance(fact, WorkerReady) and fact.first):
+                    self._fleet.fleet_changed()
             case StepFinished() if fact.purpose == "train":
                 if self.forecast.last is not None and self.forecast.last.step == fact.step:
                     self._fleet.step_ended(self.forecast.last.wait)

@@ -2,8 +2,8 @@
 
 Sizes the fleet on a whole step with lengths from the forecast (`window.size_fleet`), asks for no engine that saves less over its
 expected life than its start costs (`harvest.autoscale.worth`), and goes there by the share of the step that the trainer waited
-(`harvest.autoscale.step_ended`). Owns when the size is solved again: after every step, or when the step or the limit is another. (What
-comes or goes within a step changes how many there are, not how many are useful; the window is solved again at once.)
+(`harvest.autoscale.step_ended`). Owns when the size is solved again: after a step in which engines came or were lost, after some
+steps else, and when the step or the limit is another. (What comes or goes changes how long engines last, and the window at once.)
 """
 
 from __future__ import annotations
@@ -21,6 +21,10 @@ from scavenger.router.predictive_view import LOADING, cache_of, whole_step
 TRIAL_S = 1800.0
 
 
+#: The fleet is sized again after so many steps in which no engine came or was lost.
+SIZE_STEPS = 4
+
+
 @dataclass(slots=True)
 class FleetSizer:
     """One run's fleet. `least_saving`: what an engine must shorten a step by, at least, whatever its start costs; `price` as in `worth`."""
@@ -32,20 +36,26 @@ class FleetSizer:
     reason: str = ""
     benefit: autoscale.Benefit | None = None  # of one of the engines that are asked for, on average
     state: autoscale.State = field(default_factory=autoscale.State)
-    _stepped: bool = False  # since it was sized
+    _steps: int = 0  # since it was sized
+    _changed: bool = False
     _sized_for: tuple[int, int] = (-1, -1)
     _waits: list[float] = field(default_factory=list)
     _none_since: float | None = None
     _alone_since: float | None = None
 
+    def fleet_changed(self) -> None:
+        """An engine came or was lost."""
+        self._changed = True
+
     def step_ended(self, wait_share: float) -> None:
         """The trainer waited for this share of the step."""
-        self._stepped = True
+        self._steps += 1
         self._waits.append(wait_share)
 
     def engines(self, view: RunView, forecast: Forecast, now: float, asked: int = 0) -> tuple[int, str]:
         """The number asked for, at most the run's own limit, and why. `asked`: what was asked for before the run's first step."""
-        if self._stepped or (view.step.samples, view.max_engines) != self._sized_for:
+        stale = self._steps > 0 and (self._changed or self._steps >= SIZE_STEPS or self.state.wait is None)
+        if stale or (view.step.samples, view.max_engines) != self._sized_for:
             self._size(view, forecast, now)
         self.state = autoscale.start_with(self.state, self.useful, asked)
         for wait in self._waits:
@@ -99,6 +109,6 @@ class FleetSizer:
         size = windows.size_fleet(whole, view.max_engines, max(self.least_saving, needed))
         verdict = autoscale.worth(size.saving, max(run_gpus, gpus), gpus, start_s, life, price=self.price)
         self.benefit = autoscale.Benefit(size.each, max(run_gpus, gpus), gpus, start_s, self.price)
-        self._stepped, self._sized_for = False, (step.samples, view.max_engines)
+        self._steps, self._changed, self._sized_for = 0, False, (step.samples, view.max_engines)
         self.useful = size.engines if verdict.ask else 0
         self.reason = f"{size.reason}; the last one {verdict.reason}"

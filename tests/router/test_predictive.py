@@ -14,9 +14,10 @@ from scavenger.router import offload, predictive_view
 from scavenger.router import policy as seam
 from scavenger.router import window as windows
 from scavenger.router.forecast import Forecast
+from scavenger.router.forecast_step import Situation
 from scavenger.router.policy import PlainView, RouterPolicy, SampleView, Standard, StepView, WorkerView
 from scavenger.router.predictive import Predictive
-from scavenger.router.predictive_fleet import TRIAL_S, FleetSizer
+from scavenger.router.predictive_fleet import SIZE_STEPS, TRIAL_S, FleetSizer
 from scavenger.router.predictive_outlook import PAUSE_S
 from scavenger.router.predictive_placing import MANY_LOST
 from scavenger.router.predictive_settings import Settings
@@ -523,6 +524,37 @@ def test_a_run_that_asks_for_no_engine_tries_one_now_and_then() -> None:
     assert asked(1040.0 + TRIAL_S, worker(2)) == 0, "and goes, if nothing changed by it"
     assert asked(1041.0 + TRIAL_S) == 0
     assert asked(1041.0 + 2 * TRIAL_S) == 1
+
+
+def test_the_fleet_is_sized_again_after_a_step_in_which_an_engine_came_or_was_lost_or_some_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    sized: list[windows.FleetSize] = []
+    solved = windows.size_fleet
+
+    def size(situation: Situation, most: int, least_saving: float) -> windows.FleetSize:
+        sized.append(solved(situation, most, least_saving))
+        return sized[-1]
+
+    monkeypatch.setattr(windows, "size_fleet", size)
+    policy = Predictive("r")
+    policy.observe(seam.StepSubmitted(1, "train", 8, 2, 1000), 0.0)
+    view = PlainView(step=StepView(step=1, samples=8, groups=2), workers=[worker(1, "reserved"), worker(2)], max_engines=4)
+
+    def step(*facts: seam.Fact) -> int:
+        """How often it is sized in the step and right after it."""
+        before = len(sized)
+        for fact in facts:
+            policy.observe(fact, 1.0)
+            policy.engines(view, 1.0)
+        policy._fleet.step_ended(0.1)
+        policy.engines(view, 1.0)
+        return len(sized) - before
+
+    assert step() == 1, "the first time"
+    assert [step() for _ in range(SIZE_STEPS)] == [0] * (SIZE_STEPS - 1) + [1]
+    assert step(seam.WorkerLost(2, "harvested", "n2", 1, 10.0, True, "preempted")) == 1
+    assert step() == 0
+    assert step(seam.WorkerReady(3, "harvested", "n3", 1, 1, True, 40.0, 5.0, 35.0)) == 1
+    assert step(seam.WorkerReady(3, "harvested", "n3", 1, 2, False, 0.0, 5.0, 0.0)) == 0, "it only loaded the next version"
 
 
 def test_a_fleet_of_which_none_ever_comes_asks_for_one_on_trial() -> None:
