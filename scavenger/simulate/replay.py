@@ -13,6 +13,7 @@ Owns the play and the comparison. `replay_fit` says what machines cost; the part
 
 from __future__ import annotations
 
+import functools
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -297,7 +298,7 @@ class _Site:
     def _schedule(self, coming: Sequence[_Due], delays_s: Sequence[float]) -> None:
         self._calendar.pending += coming
         for due, delay_s in zip(coming, delays_s, strict=True):
-            self._sim.after(delay_s, lambda due=due: self._in_time(due))  # type: ignore[misc]
+            self._sim.after(delay_s, functools.partial(self._in_time, due))
 
     def _in_time(self, due: _Due) -> None:
         if any(due is one for one in self._calendar.pending):

@@ -9,7 +9,7 @@ import pytest
 
 from scavenger.harvest.autoscale import Benefit
 from scavenger.harvest.idling import LEAST_LOST
-from scavenger.router.policy import RunView, Standard
+from scavenger.router.policy import RunView, Standard, Weighs
 from scavenger.simulate.clairvoyant_site import clairvoyant
 from scavenger.simulate.contender import Contender
 from scavenger.simulate.driver import simulate
@@ -96,5 +96,7 @@ def test_ours_and_what_harvests_as_ours_do_are_gated_and_the_published_ones_are_
 
 
 def test_a_mixture_says_what_the_policy_that_asks_for_engines_says() -> None:
-    assert mixed("", Standard, Standard, Weighing).new_policy().benefit() == Benefit(0.05, 8, 1, START_S)  # type: ignore[attr-defined]
-    assert mixed("", Weighing, Weighing, Standard).new_policy().benefit() is None  # type: ignore[attr-defined]
+    for other, growing, benefit in ((Standard, Weighing, Benefit(0.05, 8, 1, START_S)), (Weighing, Standard, None)):
+        policy = mixed("", other, other, growing).new_policy()
+        assert isinstance(policy, Weighs)
+        assert policy.benefit() == benefit

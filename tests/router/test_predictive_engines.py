@@ -1,0 +1,178 @@
+"""The predicting policy and its engines, by hand: how many it asks for, those that are late or thousands, what they told."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from scavenger.harvest.autoscale import Rules
+from scavenger.router import offload, predictive_view
+from scavenger.router import policy as seam
+from scavenger.router import window as windows
+from scavenger.router.forecast import Forecast
+from scavenger.router.forecast_step import Situation
+from scavenger.router.policy import PlainView, StepView, WorkerView
+from scavenger.router.predictive import Predictive
+from scavenger.router.predictive_fleet import SIZE_STEPS, TRIAL_S, FleetSizer
+from scavenger.router.predictive_settings import Settings
+from scavenger.router.predictive_view import LONG, Picture
+from tests.router.test_predictive import sample, worker
+
+
+def test_engines_that_never_come_keep_nobody_waiting_beside_free_slots() -> None:
+    """Whose weights never arrive, say: slots were kept for what they would take, and no sample ended since."""
+    policy = Predictive("r")
+    policy.observe(seam.StepSubmitted(1, "train", 32, 8, 32_768), 150.0)
+    coming = [worker(i, status="loading", serves=False, max_batch=64, joined_at=100.0, warm=False) for i in range(2, 33)]
+    held: set[int] = set()
+
+    def placed(now: float) -> int:
+        samples = [sample(i, i // 4, cap=32_768, worker_id=int(i in held), length=int(5 * (now - 150)) * (i in held)) for i in range(32)]
+        view = PlainView(
+            step=StepView(step=1, version=1, submitted_at=100.0, samples=32, groups=8), samples=samples,
+            queued=[s for s in samples if not s.worker_id], workers=[worker(1, leases=len(held), max_batch=64), *coming],
+        )  # fmt: skip
+        answers = policy.place(view, now)
+        held.update(answer.sample_id for answer in answers)
+        return len(answers)
+
+    assert placed(150.0) == 1, "they are expected within 10 s"
+    assert placed(155.0) == 0
+    assert placed(300.0) == 31
+
+
+def test_what_a_merged_tail_freed_is_not_asked_for_again_in_that_step() -> None:
+    policy = Predictive("r", Settings(price=0.0, least_saving=1e-4))
+
+    def asked(step: int, now: float, engines: range) -> int:
+        workers = [worker(i, leases=4, max_batch=64) for i in engines]
+        view = PlainView(step=StepView(step=step, version=1, samples=512, groups=64), workers=workers, max_engines=8)
+        return policy.engines(view, now)[0]
+
+    policy.observe(seam.StepSubmitted(1, "train", 512, 64, 8192), 0.0)
+    for i in range(1, 9):
+        policy.observe(seam.WorkerJoined(i, "harvested", f"n{i}", 1), 0.0)
+    assert asked(1, 50.0, range(1, 9)) == 8
+    policy._mover.retired |= {7, 8}
+    assert asked(1, 60.0, range(1, 9)) == 6
+    policy.observe(seam.WorkerLost(8, "harvested", "n8", 1, 60.0, False, "given back"), 65.0)
+    assert asked(1, 66.0, range(1, 8)) == 6
+    policy.observe(seam.WorkerLost(3, "harvested", "n3", 1, 60.0, True, "preempted"), 67.0)
+    assert asked(1, 68.0, range(1, 7)) == 8, "the load of those that are left is another"
+
+
+@pytest.mark.parametrize("cap", [1000, 131_071, 131_072, 5_000_000])
+def test_any_cap_is_looked_at_in_bounded_memory(cap: int) -> None:
+    policy = Predictive("r")
+    policy.observe(seam.StepSubmitted(1, "train", 2, 1, cap), 0.0)
+    waiting = [sample(i, 1, cap=cap, length=cap - 1) for i in range(2)]
+    view = PlainView(step=StepView(step=1, samples=2, groups=1), samples=waiting, queued=waiting, workers=[worker(1)])
+    assert len(policy.place(view, 0.0)) == 2
+    assert all(size <= 1 << 17 for size in (len(predictive_view._octaves(bits)) for bits in range(1, LONG.bit_length() + 1)))
+
+
+def test_a_thousand_engines_that_load_are_reckoned_with_by_the_second() -> None:
+    forecast = Forecast()
+    forecast.capped(1000)
+    coming = [worker(i, status="loading", serves=False, joined_at=100.0 + 50 * i / 1000, warm=False) for i in range(1000)]
+    view = PlainView(step=StepView(step=1, samples=4, groups=1), samples=[sample(i, 1) for i in range(4)], workers=coming)
+    arrivals = Picture(view, forecast, 155.0, {}).situation(0.0).arrivals
+    assert len(arrivals) <= 51
+    assert sum(more for _, more in arrivals) == 1000
+
+
+def test_caches_and_best_batches_that_engines_told_hold_for_moves_and_the_fleets_size_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = Predictive("r")
+    policy.observe(seam.StepSubmitted(1, "train", 8, 2, 1000), 0.0)
+    workers = [worker(1, "reserved", cache_tokens=9000), worker(2, leases=4, cache_tokens=5000, best_batch=3), worker(3, leases=4)]
+    held = [sample(i, i // 4, worker_id=2 + i // 4) for i in range(8)]
+    view = PlainView(step=StepView(step=1, samples=8, groups=2), samples=held, workers=workers, max_engines=4, max_batch=4)
+    loads: list[offload.Load] = []
+    monkeypatch.setattr(offload, "rebalance", lambda found, *_: loads.extend(found) or [])
+    policy.rebalance(view, 100.0)
+    assert {load.worker_id: (load.cache, load.limit) for load in loads} == {1: (9000.0, 4), 2: (5000.0, 3), 3: (math.inf, 4)}
+    seen: list[Any] = []
+    sized = windows.size_fleet
+    monkeypatch.setattr(windows, "size_fleet", lambda whole, *more: seen.append(whole) or sized(whole, *more))
+    policy.engines(view, 100.0)
+    assert (seen[0].reserved.cache, seen[0].harvested.cache) == (9000.0, 5000.0)
+
+
+def test_the_fleet_is_sized_again_after_a_step_in_which_an_engine_came_or_was_lost_or_some_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    sized: list[windows.FleetSize] = []
+    solved = windows.size_fleet
+
+    def size(situation: Situation, most: int, least_saving: float) -> windows.FleetSize:
+        sized.append(solved(situation, most, least_saving))
+        return sized[-1]
+
+    monkeypatch.setattr(windows, "size_fleet", size)
+    policy = Predictive("r")
+    policy.observe(seam.StepSubmitted(1, "train", 8, 2, 1000), 0.0)
+    view = PlainView(step=StepView(step=1, samples=8, groups=2), workers=[worker(1, "reserved"), worker(2)], max_engines=4)
+
+    def step(*facts: seam.Fact) -> int:
+        """How often it is sized in the step and right after it."""
+        before = len(sized)
+        for fact in facts:
+            policy.observe(fact, 1.0)
+            policy.engines(view, 1.0)
+        policy._fleet.step_ended(0.1)
+        policy.engines(view, 1.0)
+        return len(sized) - before
+
+    assert step() == 1, "the first time"
+    assert [step() for _ in range(SIZE_STEPS)] == [0] * (SIZE_STEPS - 1) + [1]
+    assert step(seam.WorkerLost(2, "harvested", "n2", 1, 10.0, True, "preempted")) == 1
+    assert step() == 0
+    assert step(seam.WorkerReady(3, "harvested", "n3", 1, 1, True, 40.0, 5.0, 35.0)) == 1
+    assert step(seam.WorkerReady(3, "harvested", "n3", 1, 2, False, 0.0, 5.0, 0.0)) == 0, "it only loaded the next version"
+
+
+def test_a_run_that_asks_for_no_engine_tries_one_now_and_then() -> None:
+    """Starts may have become short since: without a trial nobody would ever know."""
+    sizer = FleetSizer(0.003, Rules())
+    forecast = Forecast()
+    forecast.capped(1000)
+    for at in range(200):  # engines that are lost long before they are ready
+        forecast.observe(seam.WorkerJoined(at, "harvested", "n", 1), float(at))
+        forecast.observe(seam.WorkerLost(at, "harvested", "n", 1, 2.0, True, "SIGTERM"), float(at))
+
+    def asked(now: float, *workers: WorkerView) -> int:
+        view = PlainView(step=StepView(step=1, samples=8, groups=2), workers=[worker(1, kind="reserved"), *workers])
+        return sizer.engines(view, forecast, now)[0]
+
+    assert asked(1000.0) == 0
+    assert sizer.benefit is not None
+    assert sizer.benefit.saving is not None
+    assert asked(1000.0 + TRIAL_S - 1) == 0
+    assert asked(1000.0 + TRIAL_S) == 1
+    assert sizer.benefit.saving is None, "nobody knows what it would save"
+    assert asked(1001.0 + TRIAL_S, worker(2, status="loading")) == 1, "it may finish its start"
+    assert asked(1040.0 + TRIAL_S, worker(2)) == 0, "and goes, if nothing changed by it"
+    assert asked(1041.0 + TRIAL_S) == 0
+    assert asked(1041.0 + 2 * TRIAL_S) == 1
+
+
+def test_a_fleet_of_which_none_ever_comes_asks_for_one_on_trial() -> None:
+    """Whatever keeps the harvester from asking for any: by what it learned of idle GPUs they may never be worth a start."""
+    policy = Predictive("r", Settings(price=0.5))
+    policy.observe(seam.StepSubmitted(1, "train", 64, 8, cap=4000), 1.0)
+    policy.observe(seam.WorkerReady(2, "harvested", "n2", 1, 1, True, 40.0, 5.0, 35.0), 50.0)
+    step = StepView(step=1, samples=64, groups=8)
+
+    def asked(now: float, *workers: WorkerView) -> tuple[int, float | None]:
+        view = PlainView(step=step, workers=[worker(1, kind="reserved"), *workers], max_engines=6, max_batch=32)
+        engines, _ = policy.engines(view, now)
+        found = policy.benefit()
+        return engines, found.saving if found else None
+
+    all_of_them, saving = asked(100.0)
+    assert all_of_them > 1
+    assert saving
+    assert asked(100.0 + TRIAL_S - 1) == (all_of_them, saving)
+    assert asked(100.0 + TRIAL_S) == (1, None)
+    assert asked(101.0 + TRIAL_S, worker(2, status="loading"))[0] == all_of_them
+    assert asked(102.0 + TRIAL_S)[0] == all_of_them, "it is lost: the time begins anew"
