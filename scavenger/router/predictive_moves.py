@@ -13,7 +13,6 @@ from dataclasses import replace
 import msgspec
 
 from scavenger.router import offload
-from scavenger.router import window as windows
 from scavenger.router.forecast_step import StepModel
 from scavenger.router.policy import Fact, Move, RunView, StepSubmitted, WorkerJoined, WorkerLost, WorkerReady
 from scavenger.router.predictive_outlook import Outlook
@@ -22,6 +21,8 @@ from scavenger.router.predictive_view import Picture, cache_of
 
 #: No sample is moved onto reserved engines that will sleep within this.
 OPEN_LEAST_S = 30.0
+#: A step is no longer without engines that are freed, where it is predicted longer by less than this share.
+LONGER = 0.003
 
 
 class Mover:
@@ -120,7 +121,7 @@ class Mover:
             return (), ""
         now = picture.situation(self._outlook.trained)
         fewer = replace(now, harvested=replace(now.harvested, engines=now.harvested.engines - len(merged.emptied)))
-        if StepModel(fewer).asleep_s() > (1 + windows.ALIKE) * StepModel(now).asleep_s():
+        if StepModel(fewer).asleep_s() > (1 + LONGER) * StepModel(now).asleep_s():
             return (), ""
         self.retired |= set(merged.emptied)
         return merged.shifts, merged.reason

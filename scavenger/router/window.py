@@ -14,10 +14,13 @@ from scavenger.router.forecast_step import NEVER, Situation, StepModel
 
 GRID = 10
 REFINEMENTS = 5
-#: Predictions this near each other (a share of the step) are alike: the present state is kept.
+#: Predictions this near each other (a share of the step) are alike: closing now is then preferred where it would be soon anyway.
 ALIKE = 0.003
-#: Where closing now is as good as closing later, it closes if the difference is at most this share of the step: till then all may change.
+#: Soon: the difference is at most this share of the step. Till then all may change.
 AT_ONCE = 0.05
+#: While a round waits for the trainer, closing now is preferred where later ends the step sooner by less than this share: what is trained
+#: is done, and answers turn out longer than was thought, so that a later end moves on while the step is under way.
+WORTH = 0.02
 #: Of windows that are alike to this share of the step the latest: a window that is open can still close, one that closed costs a toggle.
 LATER = 0.005
 #: Waking pays only when it saves this share of what is left of the step: predictions are not better than that.
@@ -50,20 +53,20 @@ def solve(situation: Situation) -> Plan:
     if not situation.awake:
         return _solve_asleep(model, model.asleep_s())
     window, best, now_s = _search(model)
-    alike = ALIKE * best if best < NEVER else 0.0
     told = situation.told()
-    if now_s <= best + alike and window <= AT_ONCE * best:
-        return Plan(False, 0.0, now_s, f"training from now on ends the step in {now_s:.1f} s, no later window sooner ({told})")
+    waits = situation.ready_groups >= situation.costs.round_groups
+    if now_s <= best * (1 + (WORTH if waits else ALIKE)) and (waits or window <= AT_ONCE * best):
+        return Plan(False, 0.0, now_s, f"training from now on ends the step in {now_s:.1f} s, no later window much sooner ({told})")
     when = f"closing in {window:.1f} s" if window < model.end_s else f"generating to the end, {window:.1f} s,"
     why = f"{when} ends the step in {best:.1f} s, closing now in {now_s:.1f} s ({told})"
     return Plan(True, window if window < model.end_s else NEVER, best, why, window)
 
 
-def _solve_asleep(model: StepModel, stay: float) -> Plan:
+def _solve_asleep(model: StepModel, stay: float, refinements: int = REFINEMENTS) -> Plan:
     told = model.situation.told()
     if not model.situation.samples or not model.situation.reserved.engines:
         return Plan(False, NEVER, stay, f"nothing is left for reserved engines to generate ({told})")
-    window, best, _ = _search(model)
+    window, best, _ = _search(model, refinements)
     gain = REOPEN_GAIN if model.situation.begun else 0.0
     if best < stay * (1 - gain):
         why = f"generating again for {window:.1f} s ends the step in {best:.1f} s, training on in {stay:.1f} s ({told})"
@@ -72,18 +75,18 @@ def _solve_asleep(model: StepModel, stay: float) -> Plan:
     return Plan(False, NEVER, stay, why)
 
 
-def _step_s(situation: Situation) -> float:
-    """`solve(situation).step_s`. While asleep no window is looked at where training alone takes too long for any of them to be worth it."""
-    if situation.awake:
-        return solve(situation).step_s
+def _step_s(situation: Situation, refinements: int = REFINEMENTS) -> float:
+    """The step time with the best window. While asleep none is looked at where training alone takes too long for any to be worth it."""
     model = StepModel(situation)
+    if situation.awake:
+        return _search(model, refinements)[1]
     stay = model.asleep_s()
     if model.least_s(0.0) >= stay * (1 - (REOPEN_GAIN if situation.begun else 0.0)):
         return stay
-    return _solve_asleep(model, stay).step_s
+    return _solve_asleep(model, stay, refinements).step_s
 
 
-def _search(model: StepModel) -> tuple[float, float, float]:
+def _search(model: StepModel, refinements: int = REFINEMENTS) -> tuple[float, float, float]:
     """(window, step time with it, step time when closed now)."""
     end = model.end_s if model.end_s < NEVER else 0.0
     known: dict[float, float] = {}
@@ -107,8 +110,9 @@ def _search(model: StepModel) -> tuple[float, float, float]:
         """Whether the earlier of two is as good: without a look at the later, where that cannot be even alike to the best."""
         return model.least_s(right) > max(at(left), at(best) * (1 + LATER)) or at(left) <= at(right)
 
-    left, right = golden(no_later, low, high, REFINEMENTS)
-    best = min((best, left if no_later(left, right) else right), key=lambda w: (at(w), w))
+    if refinements:
+        left, right = golden(no_later, low, high, refinements)
+        best = min((best, left if no_later(left, right) else right), key=lambda w: (at(w), w))
     least = at(best)
     later = max((w for w in known if w < end and known[w] <= least * (1 + LATER)), default=best) if best < end else best
     return later, known[later], at(0.0)
@@ -134,8 +138,8 @@ def golden(no_later: Callable[[float, float], bool], low: float, high: float, ti
 SHARES = (0.85, 0.7, 0.6, 0.5, 0.42, 0.35)
 #: Fewer than so many at a time leave an engine mostly unused, whatever is predicted.
 LEAST_SERVED = 8
-#: Another order or limit than the usual one must end the step sooner by this share.
-SERVE_GAIN = 0.01
+#: Another order or limit than the usual one must end the step sooner by this share: of nine predictions the best one flatters itself.
+SERVE_GAIN = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +156,7 @@ class Serving:
 
 
 def serve(orders: Sequence[Situation], usual: Serving = Serving(), shares: Sequence[float] = SHARES) -> Serving:
-    """The order and the limit with the least predicted step time, each with its own best window; `usual` where that is about as good.
+    """The order and the limit with the least predicted step time, each with the best of a few windows; `usual` where that is about as good.
 
     `orders`: the same situation with its samples in several orders. Fewer samples at a time make the first groups whole sooner, so that the
     window may close sooner; more make better use of engines.
@@ -163,11 +167,13 @@ def serve(orders: Sequence[Situation], usual: Serving = Serving(), shares: Seque
         return _serving(order, share, fair)
 
     tried: dict[Serving, float] = {}
+    known_s: dict[tuple[int, float], float] = {}  # shares may be alike in samples
 
     def best_of(candidates: Iterable[Serving]) -> Serving:
         for one in candidates:
-            if one not in tried:
-                tried[one] = _step_s(replace(orders[one.order], limit=one.limit))
+            if (one.order, one.limit) not in known_s:
+                known_s[one.order, one.limit] = _step_s(replace(orders[one.order], limit=one.limit), 0)
+            tried[one] = known_s[one.order, one.limit]
         return min(tried, key=lambda one: (tried[one], one.order, -one.limit))
 
     known = at(usual.order, usual.share)
@@ -239,7 +245,7 @@ def size_fleet(situation: Situation, most: int, least_saving: float) -> FleetSiz
     def at(engines: int) -> float:
         if engines not in known:
             sized = replace(situation, harvested=replace(situation.harvested, engines=float(engines)), arrivals=())
-            known[engines] = solve(sized).step_s
+            known[engines] = _step_s(sized)
         return known[engines]
 
     def saving(engines: int) -> float:

@@ -25,6 +25,9 @@ REFINEMENTS = 3
 #: Predictions so near (a share of the step) are alike: closing now is then preferred where it would be soon anyway, else the latest window.
 ALIKE = 0.003
 AT_ONCE = 0.05
+#: While a round waits for the trainer, closing now is preferred where later ends the step sooner by less than this share: the model
+#: flatters late windows, also when told the truth (measured: .5 % more throughput than with `ALIKE`, 4 % on a small site).
+WORTH = 0.02
 LATER = 0.005
 #: Waking must save this share of what is left, once samples are done.
 REOPEN_GAIN = 0.05
@@ -101,9 +104,9 @@ def plan(situation: Situation, near_s: float | None = None) -> Plan:
     best = search.fine(search.coarse() if near_s is None else near_s)
     now_s, least = search.at(0.0), search.at(best)
     window = search.latest(best)
-    alike = ALIKE * least if least < NEVER else 0.0
+    waits = situation.ready_groups >= situation.costs.round_groups
     told = situation.told()
-    if now_s <= least + alike and window <= AT_ONCE * least:
+    if now_s <= least * (1 + (WORTH if waits else ALIKE)) and (waits or window <= AT_ONCE * least):
         return Plan(False, 0.0, now_s, f"training from now on ends the step in {now_s:.1f} s, no later window sooner ({told})")
     when = f"closing in {window:.1f} s" if window < search.model.end_s else f"generating to the end, {window:.1f} s,"
     why = f"{when} ends the step in {search.at(window):.1f} s, closing now in {now_s:.1f} s ({told})"
