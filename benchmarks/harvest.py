@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from scavenger.config.site import ClusterSection, HarvestSection
 from scavenger.harvest.idling import LEAST_LOST
 from scavenger.harvest.survival import Curve, Life, Survival, settle_s
 from scavenger.simulate import traces
@@ -35,6 +36,10 @@ from scavenger.simulate.fleet_stats import Slice, slices
 HOUR_S = 3600.0
 PIECE_S = 900.0  # running slices are told to the curves this often
 CLASS = "one GPU"
+COLD_S = 115.0
+LOOK_S: float = ClusterSection.model_fields["observe_s"].default
+OUTLAST: float = HarvestSection.model_fields["outlast"].default
+LEAST_HARVESTED, MOST_WASTED = 0.92, 0.05
 SHARES = (0.0, 0.5, 0.9, 0.95, 0.97, 0.98, 0.985, 0.99)
 
 
@@ -124,10 +129,16 @@ def why(gpus: list[Gpu], cold_s: float) -> str:
     return f"not harvested: {before / whole:.1%} before a start, {never / whole:.1%} in slices never taken; wasted by the GPU's age: {told}"
 
 
+def of_trace(path: Path, look_s: float = LOOK_S, cold_s: float = COLD_S, schedule_s: float = 2.0) -> Measured:
+    """A trace of node idle times, whole, by the share that the daemon's configuration begins with."""
+    fleet = traces.read_nodes(path, 8, 72 * HOUR_S)
+    return measure(replay(fleet, OUTLAST, cold_s, look_s, schedule_s), cold_s, fleet.end_s)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trace", type=Path, required=True)
-    parser.add_argument("--cold-start", type=float, default=115.0)
+    parser.add_argument("--cold-start", type=float, default=COLD_S)
     parser.add_argument("--observe", type=float, default=10.0)
     parser.add_argument("--schedule", type=float, default=2.0)
     parser.add_argument("--hours", type=float, default=12.0)
@@ -147,7 +158,7 @@ def main() -> None:
         ]
         spread = [[getattr(one, name) for one in segments] for name in ("harvested", "generating", "wasted")]
         parts = "; ".join(f"{median(values):.1%} ({min(values):.1%}-{max(values):.1%})" for values in spread)
-        met = all_of.harvested >= 0.92 and all_of.wasted < 0.05
+        met = all_of.harvested >= LEAST_HARVESTED and all_of.wasted < MOST_WASTED
         print(
             f"share {share:.3f}: harvested {all_of.harvested:.1%}, generating {all_of.generating:.1%}, wasted {all_of.wasted:.1%} of "
             f"{all_of.starts} starts: {'met' if met else 'MISSED'}\n  segments of {asked.hours:g} h: {parts}\n  {why(gpus, cold_s)}",

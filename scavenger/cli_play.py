@@ -22,7 +22,7 @@ USUAL = "colocated,disaggregated,polyrl,rlboost,ours"  # `play.USUAL`, which tak
 
 def run_command(
     run_path: Annotated[Path, typer.Argument(metavar="RUN.TOML", help="the run; examples/site/run.toml shows one")],
-    reserved_gpus: Annotated[int, typer.Option("--reserved-gpus", min=1, help="GPUs that train: what its sbatch asks for")],
+    reserved_gpus: Annotated[int, typer.Option("--reserved-gpus", min=1, help="GPUs that train: what its sbatch asks for")] = 8,
     sacct: Annotated[Path | None, typer.Option("--sacct", help="over this dump of accounting (`scavenger simulate --help`)")] = None,
     nodes: Annotated[Path | None, typer.Option("--nodes", help="with --sacct: the nodes")] = None,
     ignore: Annotated[list[str] | None, typer.Option("--ignore-partition", help="with --sacct: its jobs' GPUs count as idle")] = None,
@@ -39,6 +39,9 @@ def run_command(
     sigma: Annotated[float, number("--sigma", "of answer lengths' logarithms")] = 0.8,
     capped_share: Annotated[float, number("--capped-share", "of answers that reach sampling.max_tokens")] = 0.05,
     correlation: Annotated[float, number("--correlation", "of log lengths within a group")] = 0.5,
+    drift: Annotated[float, number("--drift", "of log lengths from step to step: 0.01 is about 1 % longer each")] = 0.0,
+    lengths: Annotated[Path | None, typer.Option("--lengths", help="a CSV with a column output_tokens, for the lognormal")] = None,
+    lengths_source: Annotated[str, typer.Option("--lengths-source", help="with --lengths: rows of this source (a column)")] = "",
     prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1)] = 512,
     reserved_price: Annotated[float, number("--reserved-price", "dollars a reserved GPU-hour", 0.01)] = 10.47,
     harvested_price: Annotated[float, number("--harvested-price", "dollars a harvested GPU-hour", 0)] = 2.66,
@@ -55,9 +58,12 @@ def run_command(
         raise typer.BadParameter("--nodes and --ignore-partition go with --sacct")
     if sacct is not None and source:
         raise typer.BadParameter("--source goes with --trace")
+    if lengths is None and lengths_source:
+        raise typer.BadParameter("--lengths-source goes with --lengths")
     cli_tables.check_writable(html)
     names = play.contenders([name.strip() for name in policy.split(",")] if policy else list(play.USUAL))
-    assumed = Assumed(reserved_gpus, prompt_tokens, sigma, capped_share, correlation)
+    sampled, origin = _lengths(lengths, lengths_source)
+    assumed = Assumed(reserved_gpus, prompt_tokens, sigma, capped_share, correlation, drift, sampled, origin)
     plan = _plan(run_path, model, gpu, assumed)
     observed = _observed(sacct, nodes, ignore or [], trace, source, gpus_per_node)
     fleet = _from(observed.fleet, start_h)
@@ -76,6 +82,15 @@ def _plan(path: Path, model: str, gpu: str, assumed: Assumed) -> Plan:
 
     run = config.read_run(path)
     return of_run(run, presets.model(model) if model else read_model(run.model.path), presets.gpu(gpu), assumed)
+
+
+def _lengths(path: Path | None, source: str) -> tuple[tuple[int, ...], str]:
+    """The lengths of a file, and where they are from."""
+    from scavenger.simulate import lengths
+
+    if path is None:
+        return (), ""
+    return lengths.read(path, source), f"{path.name}, source {source}" if source else path.name
 
 
 def _observed(sacct: Path | None, nodes: Path | None, ignore: list[str], trace: Path | None, source: str, gpus_per_node: int) -> Observed:

@@ -132,7 +132,10 @@ def profile(spans: Spans, before: Floats, weight: float = 1.0) -> Profile:
         return Profile(spans, (), (), (), (), ())
     by_end = spans.at(spans.end.argsort(kind="stable"))
     ends = np.array(_bucket_ends(by_end.end.tolist()))
-    spent, context = _spent(spans.at(spans.start.argsort(kind="stable")), by_end, ends)
+    if spans.start.any():
+        spent, context = _spent(spans.at(spans.start.argsort(kind="stable")), by_end, ends)
+    else:
+        spent, context = _spent_at_once(spans, by_end, ends)
     width, tokens, mean = _steps(ends), _steps(spent), np.zeros(len(ends))
     np.divide(_steps(context), tokens, out=mean, where=tokens > 0)
     count = weight * tokens / width
@@ -168,6 +171,15 @@ def _spent(by_start: Spans, by_end: Spans, ends: Floats) -> tuple[Floats, Floats
     done, done_context = each.cumsum()[last], (each * (by_end.have + each / 2)).cumsum()[last]
     spent = done + n * ends - s1
     return spent, done_context + h1 * ends - hs + (n * ends * ends - 2 * ends * s1 + s2) / 2
+
+
+def _spent_at_once(spans: Spans, by_end: Spans, ends: Floats) -> tuple[Floats, Floats]:
+    """`_spent` where all begin at V = 0, as they do without a limit: the same sums, to the last bit, without those that are 0."""
+    ended = by_end.end.searchsorted(ends, "right")
+    n, last = (len(spans) - ended).astype(np.float64), ended - 1
+    contexts = np.concatenate((spans.have, -by_end.have)).cumsum()[len(spans) + last]
+    done, done_context = by_end.end.cumsum()[last], (by_end.end * (by_end.have + by_end.end / 2)).cumsum()[last]
+    return done + n * ends, done_context + contexts * ends + n * ends * ends / 2
 
 
 def _bucket_ends(ends: Sequence[float]) -> list[float]:

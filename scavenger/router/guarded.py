@@ -61,6 +61,9 @@ class Guarded:
     def moved_by(self, moves: Sequence[Move]) -> Inputs:
         return self._ask(lambda policy: policy.moved_by(moves) if isinstance(policy, Explains) else {})
 
+    def sized_by(self) -> Inputs:
+        return self._ask(lambda policy: policy.sized_by() if isinstance(policy, Explains) else {})
+
     def observe(self, fact: Fact, now: float) -> None:
         self._ask(lambda policy: policy.observe(fact, now))
 

@@ -399,6 +399,8 @@ class Explains(Protocol):
 
     def moved_by(self, moves: Sequence[Move]) -> Inputs: ...
 
+    def sized_by(self) -> Inputs: ...
+
 
 NewPolicy = Callable[[str], RouterPolicy]  # of the run with this name
 

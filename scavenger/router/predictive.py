@@ -153,8 +153,13 @@ class Predictive:
             self._first_asked, why = self._standard.engines(view, now)
             return self._first_asked, why
         target, why = self._fleet.engines(view, self.forecast, now, self._first_asked)
-        retired = len(self._mover.retired)  # those that have left too: their place is not to be filled in this step
-        self._asked = max(0, target - retired), f"{why}; {retired} were freed by merging the step's tail" if retired else why
+        retired = self._mover.retired  # those that have left too: their place is not to be filled in this step
+        if retired:
+            # Whoever asks for more than there are would else keep what was freed, and start one more.
+            others = sum(worker.kind != "reserved" and worker.id not in retired for worker in view.workers)
+            target = max(0, min(target - len(retired), others))
+            why = f"{why}; {len(retired)} were freed by merging the step's tail"
+        self._asked = target, why
         return self._asked
 
     def placed_by(self, answers: Sequence[Placement]) -> Inputs:
@@ -162,6 +167,9 @@ class Predictive:
 
     def moved_by(self, moves: Sequence[Move]) -> Inputs:
         return inputs.of_moves(moves, self._outlook, self.settings.margin)
+
+    def sized_by(self) -> Inputs:
+        return {**self._fleet.figures(), "freed": len(self._mover.retired)} if self.settings.fleet else {}
 
     def benefit(self) -> Benefit | None:
         """None until a fleet was sized: on priors alone what is idle is taken."""

@@ -8,13 +8,14 @@ steps else, and when the step or the limit is another. (What comes or goes chang
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 from scavenger.harvest import autoscale
 from scavenger.router import window as windows
 from scavenger.router.forecast import Forecast, node_class
 from scavenger.router.forecast_step import Pool
-from scavenger.router.policy import RunView
+from scavenger.router.policy import Inputs, RunView
 from scavenger.router.predictive_view import LOADING, cache_of, whole_step
 
 #: Who asks for no engine learns nothing of engines: after so long, one shows whether starts and lives are still what they were.
@@ -35,11 +36,14 @@ class FleetSizer:
     useful: int = 0
     reason: str = ""
     benefit: autoscale.Benefit | None = None  # of one of the engines that are asked for, on average
+    size: windows.FleetSize | None = None
     state: autoscale.State = field(default_factory=autoscale.State)
     _steps: int = 0  # since it was sized
     _changed: bool = False
     _sized_for: tuple[int, int] = (-1, -1)
     _waits: list[float] = field(default_factory=list)
+    _needed: float = 0.0
+    _life_s: float = 0.0
     _none_since: float | None = None
     _alone_since: float | None = None
 
@@ -62,6 +66,15 @@ class FleetSizer:
             self.state = autoscale.step_ended(self.state, wait, self.useful, self.rules)
         self._waits.clear()
         return self._or_trial(view, min(view.max_engines, self.state.target), now)
+
+    def figures(self) -> Inputs:
+        """What the last answer was reckoned with. Seconds, and shares of a step: `needed` is what an engine must save at least."""
+        if self.size is None:
+            return {}
+        wait = {} if self.state.wait is None else {"wait": self.state.wait}
+        sizes = {"useful": self.useful, "step_s": self.size.step_s, "alone_s": self.size.alone_s, "saving": self.size.saving}
+        lives = {"needed": self._needed, "expected_life_s": self._life_s}
+        return {name: value for name, value in (wait | sizes | lives).items() if value < math.inf}
 
     def _or_trial(self, view: RunView, target: int, now: float) -> tuple[int, str]:
         why = f"{self.state.reason}; {self.reason}"
@@ -106,7 +119,8 @@ class FleetSizer:
         )  # fmt: skip
         life, start_s = forecast.survival.curve(node_class(gpus), now), forecast.start.value
         needed = autoscale.break_even(max(run_gpus, gpus), gpus, start_s, life, self.price)
-        size = windows.size_fleet(whole, view.max_engines, max(self.least_saving, needed))
+        self._needed, self._life_s = max(self.least_saving, needed), life.expected_s(0.0)
+        self.size = size = windows.size_fleet(whole, view.max_engines, self._needed)
         verdict = autoscale.worth(size.saving, max(run_gpus, gpus), gpus, start_s, life, price=self.price)
         self.benefit = autoscale.Benefit(size.each, max(run_gpus, gpus), gpus, start_s, self.price)
         self._steps, self._changed, self._sized_for = 0, False, (step.samples, view.max_engines)

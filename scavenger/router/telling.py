@@ -21,11 +21,13 @@ from scavenger.ledger import records as rec
 from scavenger.router.core import Core
 from scavenger.router.policy import Explains, Move, Placement
 from scavenger.router.state import Run
-from scavenger.router.told import Budget
+from scavenger.router.told import EVERY_S, Budget
 
 #: Moves of one answer that are named one by one, and kinds of reasons of one answer that are counted.
 NAMED = 16
 KINDS = 8
+#: What is told only when it is another than before: a run of short steps opens and closes its window each second or two.
+CHANGES, CHANGES_EVERY_S = ("window", "engines"), 1.0
 
 
 class Code(StrEnum):
@@ -94,19 +96,28 @@ def window(core: Core, run: Run, all_done: bool, inputs: Mapping[str, float]) ->
 
 def engines(core: Core, run: Run, number: int, reason: str, benefit: Benefit | None) -> None:
     """How many harvested engines the run could use; told when it is another number, with what the last of them is worth."""
-    if number != run.told.engines:
-        before, run.told.engines = run.told.engines, number
-        _write(core, run, "engines", "want", Code.FLEET, run.name, reason, lambda: {"engines": number, "before": before, "by": benefit})
+    before = run.told.engines
+    if number != before and _write(
+        core, run, "engines", "want", Code.FLEET, run.name, reason, lambda: _of_engines(run, number, before, benefit)
+    ):
+        run.told.engines = number  # what was left out is said as soon as there is room
+
+
+def _of_engines(run: Run, number: int, before: int | None, benefit: Benefit | None) -> dict[str, Any]:
+    found: dict[str, Any] = {"engines": number, "before": before, "by": benefit}
+    return found | ({"sized": by} if isinstance(run.policy, Explains) and (by := run.policy.sized_by()) else {})
 
 
 def _write(
     core: Core, run: Run, policy: str, action: str, code: Code, subject: str, reason: str, inputs_of: Callable[[], dict[str, Any]]
-) -> None:
-    budget = run.told.budgets.setdefault(policy, Budget(at=core.now))
+) -> bool:
+    """Whether there was room for it."""
+    budget = run.told.budgets.setdefault(policy, Budget(at=core.now, every_s=CHANGES_EVERY_S if policy in CHANGES else EVERY_S))
     if not budget.take(core.now):
         core.count("decisions_left_out")
-        return
+        return False
     inputs = inputs_of() | {"run": run.name}
     if budget.left_out:
         inputs["left_out"], budget.left_out = budget.left_out, 0
     core.record(rec.Decision(policy, action, subject, reason, msgspec.json.encode(inputs).decode(), core.now, code))
+    return True

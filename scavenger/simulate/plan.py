@@ -13,7 +13,7 @@ from typing import Any
 from scavenger.config import RunConfig
 from scavenger.errors import ConfigError
 from scavenger.simulate.decode import Gpu, Model
-from scavenger.simulate.lengths import Lengths, Lognormal
+from scavenger.simulate.lengths import Lengths, Lognormal, Sampled
 
 _SHAPE = {
     "layers": "num_hidden_layers",
@@ -30,7 +30,8 @@ _SHAPE = {
 class Assumed:
     """What no `run.toml` says: how many GPUs train (`sbatch` does), and how long answers are.
 
-    `sigma`, `capped_share`, `correlation`: of the lognormal answer lengths.
+    `sigma`, `capped_share`: of the lognormal answer lengths; `sampled`: lengths in their stead, from `origin`. `correlation` within a
+    group and `drift`, the change of log length a step, hold for both.
     """
 
     reserved_gpus: int
@@ -38,6 +39,15 @@ class Assumed:
     sigma: float = 0.8
     capped_share: float = 0.05
     correlation: float = 0.5
+    drift: float = 0.0
+    sampled: tuple[int, ...] = ()
+    origin: str = ""
+
+    def lengths(self, cap: int) -> Lengths:
+        """Of answers of up to so many tokens."""
+        if self.sampled:
+            return Sampled(self.sampled, cap, self.correlation, drift=self.drift)
+        return Lognormal.with_capped_share(self.sigma, cap, self.capped_share, self.correlation, self.drift)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +79,6 @@ def of_run(config: RunConfig, model: Model, gpu: Gpu, assumed: Assumed) -> Plan:
     each = config.run.gpus_per_engine
     if assumed.reserved_gpus < 1:
         raise ConfigError(f"{assumed.reserved_gpus} reserved GPUs", "somebody must train: --reserved-gpus N, what its sbatch asks for")
-    lengths = Lognormal.with_capped_share(assumed.sigma, config.sampling.max_tokens, assumed.capped_share, assumed.correlation)
     return Plan(
         name=config.run.name,
         model=model,
@@ -80,17 +89,22 @@ def of_run(config: RunConfig, model: Model, gpu: Gpu, assumed: Assumed) -> Plan:
         prompts=config.data.prompts_per_step,
         samples=config.data.samples_per_prompt,
         prompt_tokens=assumed.prompt_tokens,
-        lengths=lengths,
+        lengths=assumed.lengths(config.sampling.max_tokens),
         max_batch=config.engine.max_batch,
     )
 
 
 def assumptions(plan: Plan, assumed: Assumed) -> tuple[str, ...]:
     """What to know before a figure is believed."""
-    mean = f", {plan.lengths.mean():,.0f} tokens on average" if isinstance(plan.lengths, Lognormal) else ""
+    if isinstance(plan.lengths, Lognormal):
+        mean = f"{plan.lengths.mean():,.0f} tokens on average"
+        told = f"lognormal with sigma {assumed.sigma:g}, {assumed.capped_share:.0%} reach the cap, {mean}"
+    else:
+        told = f"drawn from the {len(assumed.sampled):,} of {assumed.origin}, up to the cap"
+    drift = f", {assumed.drift:+.1%} longer each step" if assumed.drift else ""
     return (
-        f"assumed: answer lengths are lognormal with sigma {assumed.sigma:g}, {assumed.capped_share:.0%} reach the cap{mean}, "
-        f"correlation {assumed.correlation:g} within a group; prompts have {assumed.prompt_tokens} tokens",
+        f"assumed: {assumed.reserved_gpus} GPUs train; answer lengths are {told}{drift}, correlation {assumed.correlation:g} within a "
+        f"group; prompts have {assumed.prompt_tokens} tokens",
     )
 
 

@@ -16,7 +16,6 @@ from scavenger.simulate.contenders import KNOWN, contender
 from scavenger.simulate.decode import Efficiency, EngineSpec
 from scavenger.simulate.driver import simulate
 from scavenger.simulate.fleet import Fleet
-from scavenger.simulate.lengths import Lognormal
 from scavenger.simulate.outcome import Outcome
 from scavenger.simulate.plan import Assumed, Plan, assumptions
 from scavenger.simulate.presets import COLD_CACHE
@@ -174,7 +173,7 @@ def predict(observed: Observed, question: Question, reserved_gpus: int, policy: 
 def _plan(question: Question, assumed: Assumed, fleet: Fleet) -> Plan:
     spec = question.spec
     most = fleet.gpus // spec.gpus if question.most is None else question.most
-    lengths = Lognormal.with_capped_share(assumed.sigma, CAP, assumed.capped_share, assumed.correlation)
     return Plan(
-        "site", spec.model, spec.gpu, assumed.reserved_gpus, spec.gpus, most, PROMPTS, SAMPLES, assumed.prompt_tokens, lengths, MAX_BATCH
-    )
+        "site", spec.model, spec.gpu, assumed.reserved_gpus, spec.gpus, most, PROMPTS, SAMPLES, assumed.prompt_tokens,
+        assumed.lengths(CAP), MAX_BATCH,
+    )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -46,9 +47,9 @@ def test_engines_that_never_come_keep_nobody_waiting_beside_free_slots() -> None
 def test_what_a_merged_tail_freed_is_not_asked_for_again_in_that_step() -> None:
     policy = Predictive("r", Settings(price=0.0, least_saving=1e-4))
 
-    def asked(step: int, now: float, engines: range) -> int:
+    def asked(step: int, now: float, engines: range, most: int = 8) -> int:
         workers = [worker(i, leases=4, max_batch=64) for i in engines]
-        view = PlainView(step=StepView(step=step, version=1, samples=512, groups=64), workers=workers, max_engines=8)
+        view = PlainView(step=StepView(step=step, version=1, samples=512, groups=64), workers=workers, max_engines=most)
         return policy.engines(view, now)[0]
 
     policy.observe(seam.StepSubmitted(1, "train", 512, 64, 8192), 0.0)
@@ -57,10 +58,48 @@ def test_what_a_merged_tail_freed_is_not_asked_for_again_in_that_step() -> None:
     assert asked(1, 50.0, range(1, 9)) == 8
     policy._mover.retired |= {7, 8}
     assert asked(1, 60.0, range(1, 9)) == 6
+    assert asked(1, 61.0, range(1, 9), most=16) == 6, "more are wanted than there are: what was freed goes back all the same"
     policy.observe(seam.WorkerLost(8, "harvested", "n8", 1, 60.0, False, "given back"), 65.0)
     assert asked(1, 66.0, range(1, 8)) == 6
     policy.observe(seam.WorkerLost(3, "harvested", "n3", 1, 60.0, True, "preempted"), 67.0)
     assert asked(1, 68.0, range(1, 7)) == 8, "the load of those that are left is another"
+
+
+def tail(context: int) -> PlainView:
+    """A step's end: the trainer has 15 groups of such prompts, engine 2 a long answer, 3 and 4 one each that ends soon."""
+    left = {0: (2, 600), 1: (3, 31_000), 2: (4, 31_100)}
+    views = [
+        sample(i, i // 4, cap=32_768, prompt_tokens=context, worker_id=left[i][0], length=left[i][1]) if i in left
+        else sample(i, i // 4, cap=32_768, prompt_tokens=context, length=900, done=True)
+        for i in range(64)
+    ]  # fmt: skip
+    asleep = worker(1, "reserved", status="asleep", serves=False, max_batch=64)
+    step = StepView(step=1, version=1, submitted_at=0.0, samples=64, groups=16, finished=61, delivered=15, reserved_awake=False)
+    return PlainView(step=step, samples=views, workers=[asleep, *(worker(i, leases=1, max_batch=64) for i in (2, 3, 4))], max_engines=8)
+
+
+def at_the_tail(view: PlainView, **settings: Any) -> tuple[Predictive, Sequence[seam.Move]]:
+    policy = Predictive("r", Settings(price=0.0, **settings))
+    policy.observe(seam.StepSubmitted(1, "train", 64, 16, 32_768), 0.0)
+    policy.observe(seam.WindowMoved(False), 100.0)
+    return policy, policy.rebalance(view, 300.0)
+
+
+def test_a_tail_is_merged_and_what_is_freed_goes_back_where_the_trainer_has_work_for_longer() -> None:
+    view = tail(context=40_000)
+    policy, moves = at_the_tail(view)
+    assert [(move.sample_id, move.from_worker, move.to_worker, move.merges) for move in moves] == [(1, 3, 4, True)]
+    assert "1 engines are emptied" in moves[0].whole
+    wanted, why = policy.engines(view, 301.0)
+    assert wanted == 2, "eight are wanted and three are there: one of them goes"
+    assert "1 were freed by merging" in why
+    policy.observe(seam.StepSubmitted(2, "train", 64, 16, 32_768), 400.0)
+    assert policy.engines(view, 401.0)[0] == 8
+
+
+def test_no_tail_is_merged_where_it_is_switched_off_or_the_step_would_be_longer() -> None:
+    assert not at_the_tail(tail(context=40_000), tails=False)[1]
+    assert not at_the_tail(tail(context=100))[1], "the trainer waits for the last answers"
 
 
 @pytest.mark.parametrize("cap", [1000, 131_071, 131_072, 5_000_000])

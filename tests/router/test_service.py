@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scavenger.router import placement
+from scavenger.router import forecast_service, placement
 from scavenger.router.forecast_service import Outstanding, Samples, arrivals, columns, profile, rest_of, served, thinned
 from scavenger.router.forecast_speed import Curve
 from scavenger.router.forecast_step import NEVER, Costs, Pool, Situation, StepModel
@@ -49,6 +50,16 @@ def test_buckets_hold_every_token_and_its_context(samples: list[Outstanding], pl
     assert sum(tokens) == pytest.approx(sum(sample.rest for sample in samples))
     assert sum(contexts) == pytest.approx(sum(sample.rest * (sample.have + sample.rest / 2) for sample in samples), rel=1e-6)
     assert len(found.whole) == len({sample.group for sample in samples})
+
+
+@settings(deadline=None)
+@given(st.lists(st.builds(Outstanding, st.floats(0, 5e4), st.floats(0, 2e4), st.integers(0, 5)), min_size=1, max_size=60))
+def test_where_all_begin_at_once_the_sums_are_the_same_to_the_last_bit(samples: list[Outstanding]) -> None:
+    spans = served(columns(samples), NEVER)
+    by_end = spans.at(spans.end.argsort(kind="stable"))
+    ends = np.array(forecast_service._bucket_ends(by_end.end.tolist()))
+    quick, whole = forecast_service._spent_at_once(spans, by_end, ends), forecast_service._spent(spans, by_end, ends)
+    assert [column.tolist() for column in quick] == [column.tolist() for column in whole]
 
 
 @settings(deadline=None)

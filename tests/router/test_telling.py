@@ -71,6 +71,22 @@ def test_rows_of_one_kind_are_bounded_and_the_next_one_says_what_was_left_out() 
     assert said + len(rows) == 1000, "each answer is a row or is counted in one"
 
 
+def test_a_window_of_short_steps_is_told_each_time_and_a_number_that_was_left_out_as_soon_as_there_is_room() -> None:
+    core, run = core_and_run()
+    for turn in range(100):
+        core.now += 1.5
+        run.window = "open" if turn % 2 else "close"
+        telling.window(core, run, False, {})
+    assert len(told(core)) == 100
+    for number in range(2 * BURST):
+        telling.engines(core, run, number, "why", None)
+    assert [json.loads(row.inputs)["engines"] for row in told(core)] == list(range(BURST))
+    core.now += EVERY_S
+    telling.engines(core, run, 2 * BURST - 1, "why", None)
+    [row] = told(core)
+    assert (json.loads(row.inputs)["before"], json.loads(row.inputs)["engines"]) == (BURST - 1, 2 * BURST - 1)
+
+
 def test_one_kind_does_not_use_up_another_s_rows_nor_another_run_s() -> None:
     core, run = core_and_run()
     for _ in range(2 * BURST):
@@ -128,6 +144,8 @@ def test_a_predicting_daemon_s_run_is_explained_by_its_decisions() -> None:
     wanted = next(json.loads(row.inputs) for row in rows if row.policy == "engines")
     assert demand.benefit is not None
     assert wanted["by"]["saving"] == demand.benefit.saving
+    assert {"useful", "step_s", "alone_s", "saving", "needed", "expected_life_s", "freed"} <= wanted["sized"].keys()
+    assert wanted["sized"]["step_s"] <= wanted["sized"]["alone_s"]
 
 
 def placed_and_moved(new: NewPolicy) -> dict[str, rec.Decision]:
@@ -208,6 +226,9 @@ class Asked(Standard):
 
     def placed_by(self, answers: Sequence[Placement]) -> Inputs:
         self.asked += 1
+        return {}
+
+    def sized_by(self) -> Inputs:
         return {}
 
     def moved_by(self, moves: Sequence[Move]) -> Inputs:

@@ -31,7 +31,7 @@ from scavenger.simulate.policies.rlboost import Settings as RLBoostSettings
 from scavenger.simulate.scenario import Scenario
 from scavenger.simulate.sequences import EngineBatch, Request
 from scavenger.simulate.site_daemon import Daemon
-from scavenger.simulate.startup import ColdStart, Phase
+from scavenger.simulate.startup import ColdStart, Deltas, Phase
 from scavenger.simulate.trainer_model import TrainerSpec
 
 ENGINE = presets.engine("Qwen3-8B", "H100")
@@ -83,6 +83,19 @@ def test_disaggregated_is_the_pull_and_generation_then_training() -> None:
     expected = pull + load + generation_s(ENGINE, 16) + training_s(EQUAL)
     assert out.steps[-1].harvested == engines
     assert out.steps[-1].seconds == pytest.approx(expected, rel=0.01)
+
+
+def test_a_reward_that_takes_its_time_comes_after_generation() -> None:
+    plain, late = (simulate(replace(EQUAL, reward_s=seconds), COLOCATED) for seconds in (0.0, 7.0))
+    assert [step.seconds for step in late.steps] == pytest.approx([step.seconds + 7.0 for step in plain.steps])
+
+
+def test_versions_after_the_first_are_pulled_as_deltas() -> None:
+    """Eight engines share the trainer's interface: a version takes their sum of bytes over it, of which a delta is a tenth."""
+    trainer = replace(TRAINER, nic_bytes_s=5e9)
+    scenario = replace(EQUAL, fleet=ALWAYS, max_engines=8, max_batch=64, steps=4, trainer=trainer, engine_bytes_s=1e12)
+    whole, deltas = (simulate(replace(scenario, deltas=one), DISAGGREGATED).steps[-1].seconds for one in (None, Deltas(0.1, 1)))
+    assert whole - deltas == pytest.approx(0.9 * 8 * ENGINE.model.weight_bytes / 5e9, rel=0.01)
 
 
 def test_pulls_begin_when_a_version_is_published_and_have_the_trainers_interface_for_themselves() -> None:

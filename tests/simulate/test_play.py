@@ -136,10 +136,25 @@ def test_policies_are_compared_over_a_trace(run_toml: Path, trace: Path, tmp_pat
     assert int(rows["colocated"][1].replace(",", "")) > 0
     assert rows["disaggregated"][0] == "disaggregated"
     assert int(rows["clairvoyant"][1].replace(",", "")) > 0
-    assert "note: assumed: answer lengths" in done.output
+    assert "note: assumed: 2 GPUs train; answer lengths are lognormal" in done.output
     text = page.read_text(encoding="utf-8")
     assert "GPUs by owner over time: clairvoyant, all" in text, "it harvested most"
     assert "Where a step" in text
+
+
+def test_answers_are_drawn_from_a_file_and_drift(run_toml: Path, trace: Path, tmp_path: Path) -> None:
+    lengths = tmp_path / "lengths.csv"
+    lengths.write_text("source,output_tokens\nchat,10\nchat,200\ncode,30\n", encoding="utf-8")
+    more = ["--drift", "0.1", "--model", "Qwen3-8B", "--policy", "colocated", "--steps", "1", "--seeds", "1"]
+    done = simulate(run_toml, "--trace", trace, "--lengths", lengths, "--lengths-source", "chat", *more)
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert "8 GPUs train; answer lengths are drawn from the 2 of lengths.csv, source chat, up to the cap" in done.output
+    assert "+10.0% longer each step" in done.output
+    wrong = simulate(run_toml, "--trace", trace, "--lengths", lengths, "--lengths-source", "talk", *more)
+    assert isinstance(wrong.exception, ConfigError)
+    assert "there are ['chat', 'code']" in wrong.exception.cause
+    alone = simulate(run_toml, "--trace", trace, "--lengths-source", "chat", *more)
+    assert (alone.exit_code, "--lengths-source goes with --lengths" in alone.output) == (2, True)
 
 
 @pytest.mark.parametrize(("argv", "says"), [
