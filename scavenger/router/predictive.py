@@ -125,6 +125,8 @@ class Predictive:
         picture, service = outlook.picture(view, now), self._placer.service
         situation = picture.situation(outlook.trained, self._placer.ranking.order, service.by.limit)
         plan, told = windows.solve(situation), situation.inputs()
+        if plan.awake and not situation.awake and situation.begun and not self.settings.reopen:
+            plan = replace(plan, awake=False)
         outlook.plan = plan
         why = f"step {step.step}: {plan.reason}" + (f"; {service.by.reason}" if service.by.reason else "")
         soon_s = outlook.pause_s(SOON_S)

@@ -136,9 +136,12 @@ class Placer:
 
     def _order(self, picture: Picture, jobs: Sequence[placement.Job], now: float) -> list[Ranked]:
         expected = picture.expected
-        begun = {g for g, group in picture.groups.items() if group.finished or any(s.worker_id or s.length for s in group.running)}
+        probes = self._settings.probes
+        begun = {
+            g for g, group in picture.groups.items() if not probes or group.finished or any(s.worker_id or s.length for s in group.running)
+        }
         to_whole = {g: max((expected[s.id] for s in group.running), default=0.0) for g, group in picture.groups.items()}
-        longest = placement.order(jobs, begun, to_whole, self._starved(picture))
+        longest = placement.order(jobs, begun, to_whole, self._starved(picture) if self._settings.feed else 0.0)
         return self.service.queue(picture, longest, jobs, self._outlook.trained, now) if self._settings.limits else longest
 
     def _starved(self, picture: Picture) -> float:

@@ -79,6 +79,16 @@ def test_when_the_harvested_engines_vanish_the_reserved_ones_wake_and_finish_the
     assert any("generating again" in reason for reason in result.reasons)
 
 
+def test_a_window_that_is_not_to_reopen_stays_closed_though_engines_are_lost() -> None:
+    windows = []
+    for reopen in (True, False):
+        where = site(Predictive("r", Settings(reopen=reopen)))
+        first, second = steps(2)
+        usual = where.play(first).window_s
+        windows.append(where.play(second, events=((usual, -1), (usual, -1))).window_s)
+    assert windows[0] > windows[1] + 5.0
+
+
 def test_engines_that_join_within_a_step_are_used() -> None:
     first, second = steps(2, seed=4)
     few, more = site(Predictive("r"), harvested=1), site(Predictive("r"), harvested=1)
@@ -96,7 +106,7 @@ def test_losses_and_arrivals_at_any_time_lose_no_token() -> None:
         assert result.tokens == sum(sum(group) for group in groups)
 
 
-@pytest.mark.parametrize("off", ["window", "placement", "rebalance", "tails"])
+@pytest.mark.parametrize("off", ["window", "reopen", "placement", "probes", "feed", "rebalance", "tails"])
 def test_each_controller_can_be_switched_off(off: str) -> None:
     switched: dict[str, Any] = {off: False}
     where = site(Predictive("r", Settings(**switched)), harvested=2)

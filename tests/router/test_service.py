@@ -146,7 +146,7 @@ def test_fewer_at_a_time_are_served_when_the_trainer_waits_for_the_first_groups(
     assert f"{found.limit:.0f} samples an engine" in found.reason
 
 
-def test_what_was_decided_stays_where_nothing_is_better_by_a_percent() -> None:
+def test_what_was_decided_stays_where_nothing_is_clearly_better() -> None:
     whole = large()
     found = serve([whole])
     assert serve([whole], found) == found

@@ -12,6 +12,8 @@ from scavenger.simulate import presets
 from scavenger.simulate.clairvoyant import Clairvoyant
 from scavenger.simulate.clairvoyant_site import SiteTruth, clairvoyant
 from scavenger.simulate.contender import Contender
+from scavenger.simulate.contenders import KNOWN
+from scavenger.simulate.contenders import contender as contender_of
 from scavenger.simulate.driver import simulate
 from scavenger.simulate.fleet import Change, Fleet
 from scavenger.simulate.lengths import Lognormal
@@ -54,6 +56,14 @@ def test_no_contenders_step_is_shorter_than_the_bound(engines: int, capsys: pyte
     with capsys.disabled():
         print(f"\n{engines} engines, steps over the bound: " + ", ".join(f"{name} {ratio:.2f}" for name, ratio in speeds.items()))
     assert speeds["clairvoyant"] <= min(speeds.values()) * 1.02
+
+
+@pytest.mark.parametrize("name", [name for name in KNOWN if name not in {"colocated", "disaggregated", "rlboost", "ours", "clairvoyant"}])
+def test_nor_is_a_mixture_s_or_an_ablation_s(name: str) -> None:
+    scenario = replace(site(2), steps=3)
+    least = SiteBound(scenario)
+    for step in simulate(scenario, contender_of(name, scenario)).steps:
+        assert step.seconds >= least.of(step.step, step.start_s, step.end_s).total_s, step
 
 
 def test_on_a_fleet_that_comes_and_goes_no_step_is_shorter_than_the_bound() -> None:

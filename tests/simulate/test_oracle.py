@@ -203,10 +203,10 @@ def exhaustive(step: Step, windows: Sequence[float]) -> float:
 
 def small(seed: int) -> Step:
     draw = random.Random(seed)
-    count = draw.randint(1, 3)
+    count = draw.randint(1, 4)  # up to eight samples
     longest = draw.choice([3000, 14_000])  # at the longer one the KV of a few samples costs as much as the weights
     groups = tuple(Group(draw.choice([50, 400]), tuple(draw.randint(100, longest) for _ in range(2))) for _ in range(count))
-    engines = (Engine(H100, reserved=True), *(Engine(H100) for _ in range(draw.randint(1, 2))))
+    engines = (Engine(H100, reserved=True), *(Engine(H100) for _ in range(draw.randint(1, 2) if count < 4 else 1)))
     return Step(groups, engines, replace(TRAINER, compute=draw.choice([0.05, 0.4])), 8000, to_training_s=draw.choice([0.0, 2.0]))
 
 

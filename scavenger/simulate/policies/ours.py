@@ -18,19 +18,23 @@ def predictive(settings: Settings = _ALL_ON) -> RouterPolicy:
     return Predictive("run", settings)
 
 
-def ours(settings: Settings = _ALL_ON, name: str = "ours") -> Contender:
-    return Contender(name, functools.partial(predictive, settings), window=LIVE_WINDOW, gates=True)
+def ours(settings: Settings = _ALL_ON, name: str = "ours", *, gates: bool = True) -> Contender:
+    return Contender(name, functools.partial(predictive, settings), window=LIVE_WINDOW, gates=gates)
 
 
 OURS = ours()
-#: One controller switched off each. Bounded leases have no row: a lease is bounded only where a worker cannot be asked to give it back, and
-#: all of this release can (protocol 3), simulated ones too.
+#: One controller or effect switched off each; gates: what is idle is taken at once, whatever it is worth. Bounded leases have no row: a
+#: lease is bounded only where a worker cannot be asked to give it back, and all of this release can (protocol 3), simulated ones too.
 _WITHOUT = {
     "its window": Settings(window=False),
+    "reopening": Settings(reopen=False),
     "its placement": Settings(placement=False),
+    "probes": Settings(probes=False),
+    "feeding the trainer": Settings(feed=False),
     "limits": Settings(limits=False),
     "rebalancing": Settings(rebalance=False),
     "merged tails": Settings(tails=False),
     "its autoscaler": Settings(fleet=False),
 }
 ABLATIONS: dict[str, Contender] = {f"ours without {what}": ours(left, f"ours without {what}") for what, left in _WITHOUT.items()}
+ABLATIONS["ours without gates"] = ours(_ALL_ON, "ours without gates", gates=False)
