@@ -139,8 +139,7 @@ class _Fleet:
     def alone(self, t: float, part: float, widths: Sequence[float], counts: Sequence[float], means: Sequence[float]) -> list[float]:
         """What `_generate` finds while `alone_after`: `pace` written out, since each window that is looked at ends so."""
         pool, loss, exp = self._harvested, self._loss, math.exp
-        curve, slots, cache = pool.curve, pool.slots, pool.cache
-        cached = cache < NEVER
+        curve, slots, cached = pool.curve, pool.slots, pool.cache < NEVER
         base, per_sample, per_token, all_engines = curve.base, curve.per_sample, curve.per_token, pool.engines
         times: list[float] = []
         for width, n, mean in zip(widths, counts, means, strict=True):
@@ -150,7 +149,7 @@ class _Fleet:
                 if engines <= FEW:
                     t = NEVER
                 else:
-                    room = engines * (min(slots, max(1.0, cache / mean)) if cached and mean > 0 else slots)
+                    room = engines * (pool.room(mean) if cached else slots)
                     running = room if room < n else n
                     each = running / engines
                     t += left * ((base + (per_sample + per_token * mean) * (each if each > 1.0 else 1.0)) * n / running)

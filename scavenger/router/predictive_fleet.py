@@ -36,14 +36,12 @@ class FleetSizer:
     useful: int = 0
     reason: str = ""
     benefit: autoscale.Benefit | None = None  # of one of the engines that are asked for, on average
-    size: windows.FleetSize | None = None
     state: autoscale.State = field(default_factory=autoscale.State)
     _steps: int = 0  # since it was sized
     _changed: bool = False
     _sized_for: tuple[int, int] = (-1, -1)
     _waits: list[float] = field(default_factory=list)
-    _needed: float = 0.0
-    _life_s: float = 0.0
+    _sized: dict[str, float] = field(default_factory=dict)
     _none_since: float | None = None
     _alone_since: float | None = None
 
@@ -69,12 +67,7 @@ class FleetSizer:
 
     def figures(self) -> Inputs:
         """What the last answer was reckoned with. Seconds, and shares of a step: `needed` is what an engine must save at least."""
-        if self.size is None:
-            return {}
-        wait = {} if self.state.wait is None else {"wait": self.state.wait}
-        sizes = {"useful": self.useful, "step_s": self.size.step_s, "alone_s": self.size.alone_s, "saving": self.size.saving}
-        lives = {"needed": self._needed, "expected_life_s": self._life_s}
-        return {name: value for name, value in (wait | sizes | lives).items() if value < math.inf}
+        return self._sized if self.state.wait is None else {"wait": self.state.wait, **self._sized}
 
     def _or_trial(self, view: RunView, target: int, now: float) -> tuple[int, str]:
         why = f"{self.state.reason}; {self.reason}"
@@ -119,10 +112,15 @@ class FleetSizer:
         )  # fmt: skip
         life, start_s = forecast.survival.curve(node_class(gpus), now), forecast.start.value
         needed = autoscale.break_even(max(run_gpus, gpus), gpus, start_s, life, self.price)
-        self._needed, self._life_s = max(self.least_saving, needed), life.expected_s(0.0)
-        self.size = size = windows.size_fleet(whole, view.max_engines, self._needed)
+        least = max(self.least_saving, needed)
+        size = windows.size_fleet(whole, view.max_engines, least)
         verdict = autoscale.worth(size.saving, max(run_gpus, gpus), gpus, start_s, life, price=self.price)
         self.benefit = autoscale.Benefit(size.each, max(run_gpus, gpus), gpus, start_s, self.price)
         self._steps, self._changed, self._sized_for = 0, False, (step.samples, view.max_engines)
         self.useful = size.engines if verdict.ask else 0
         self.reason = f"{size.reason}; the last one {verdict.reason}"
+        found = {
+            "useful": self.useful, "step_s": size.step_s, "alone_s": size.alone_s, "saving": size.saving, "needed": least,
+            "expected_life_s": life.expected_s(0.0),
+        }  # fmt: skip
+        self._sized = {name: value for name, value in found.items() if value < math.inf}

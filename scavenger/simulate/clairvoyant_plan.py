@@ -107,7 +107,7 @@ def plan(situation: Situation, near_s: float | None = None) -> Plan:
     waits = situation.ready_groups >= situation.costs.round_groups
     told = situation.told()
     if now_s <= least * (1 + (WORTH if waits else ALIKE)) and (waits or window <= AT_ONCE * least):
-        return Plan(False, 0.0, now_s, f"training from now on ends the step in {now_s:.1f} s, no later window sooner ({told})")
+        return Plan(False, 0.0, now_s, f"training from now on ends the step in {now_s:.1f} s, no later window much sooner ({told})")
     when = f"closing in {window:.1f} s" if window < search.model.end_s else f"generating to the end, {window:.1f} s,"
     why = f"{when} ends the step in {search.at(window):.1f} s, closing now in {now_s:.1f} s ({told})"
     return Plan(True, window if window < search.model.end_s else NEVER, search.at(window), why)
