@@ -45,6 +45,7 @@ from scavenger.router.machine import Router
 from scavenger.router.payloads import Payload, PayloadStore
 from scavenger.router.server import KeyRing, Server
 from scavenger.succession import BEAT_S, Manner, Verdict, Watch
+from scavenger.within import within
 
 log = structlog.get_logger()
 
@@ -199,8 +200,7 @@ class Daemon:
         await self.stop.wait()
 
     async def _look_pause(self) -> None:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.stop.wait(), LOOK_S)
+        await within(self.stop, LOOK_S)
 
     def _release(self, generation: Generation) -> None:
         """A successor, on whatever host, need not wait for our silence."""

@@ -8,7 +8,6 @@ decisions are the scheduler's. One asyncio loop, one thread. When it stops, no j
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import pwd
 import shlex
@@ -48,6 +47,7 @@ from scavenger.cluster.schedule_model import (
 )
 from scavenger.cluster.scheduler import Scheduler
 from scavenger.errors import ClusterError
+from scavenger.within import within
 
 _JOB_BASE = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
 _REQUEST_S = 10.0
@@ -224,8 +224,7 @@ class Server:
             self._wake.clear()
             delay = min(_MAX_SLEEP_S, self.scheduler.next_wakeup() - time.time())
             if delay > 0:
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), delay)
+                await within(self._wake, delay)
                 continue
             self.apply(Tick())
 

@@ -12,6 +12,7 @@ Owns the rules and the state they need from one step to the next. Knows nothing 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from scavenger.harvest.survival import Curve, settle_s
@@ -54,7 +55,7 @@ def step_ended(state: State, wait_share: float, useful: int, rules: Rules) -> St
     """
     if not 0 <= wait_share <= 1 or useful < 0:
         raise ValueError(f"a wait share of {wait_share} with {useful} useful engines")
-    wait = wait_share if state.wait is None else (1 - rules.weight) * state.wait + rules.weight * wait_share
+    wait = _averaged(state.wait, wait_share, rules)
     told = f"the trainer waits {wait:.0%} of a step, {useful} engines are useful, {state.target} asked for"
     if wait > rules.high and useful > state.target:
         grown = max(state.target + 1, math.ceil(max(1, state.target) / max(1 - wait, 0.05) - 1e-9))
@@ -66,8 +67,25 @@ def step_ended(state: State, wait_share: float, useful: int, rules: Rules) -> St
         least = useful if useful < state.target else 0
         target = max(least, state.target - max(1, math.floor(rules.shrink * state.target)))
         return State(target, wait, low_steps, f"{told}: for {low_steps} steps too many, so {target}")
-    band = f"within {rules.low:.0%} to {rules.high:.0%}" if not idle else f"too many for {low_steps} of {rules.patience} steps"
+    if idle:
+        band = f"too many for {low_steps} of {rules.patience} steps"
+    elif wait > rules.high:
+        band = f"over {rules.high:.0%}, but no more are useful"
+    else:
+        band = f"within {rules.low:.0%} to {rules.high:.0%}"
     return State(state.target, wait, low_steps, f"{told}: {band}, so it stays")
+
+
+def _averaged(wait: float | None, newest: float, rules: Rules) -> float:
+    return newest if wait is None else (1 - rules.weight) * wait + rules.weight * newest
+
+
+def restarted(state: State, wait_shares: Sequence[float], asked: int, rules: Rules) -> State:
+    """After a restart: `asked` engines were asked for when these steps had been seen. What gives engines back counts its steps anew."""
+    wait = state.wait
+    for share in wait_shares:
+        wait = _averaged(wait, share, rules)
+    return State(asked, wait, 0, f"{asked} were asked for before the daemon's restart")
 
 
 def start_with(state: State, useful: int, asked: int = 0) -> State:

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import structlog
 
+from scavenger.within import within
+
 log = structlog.get_logger()
 
 LOOK_S = 60.0
@@ -91,5 +93,4 @@ async def watch(folder: Path, live: Callable[[], Collection[str]], most_bytes: i
             log.debug("no job has written a log yet", folder=str(folder))
         except OSError as error:
             log.warning("job logs not bounded; tried again", folder=str(folder), reason=str(error))
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(stop.wait(), look_s)
+        await within(stop, look_s)

@@ -42,6 +42,7 @@ def read(engine: sa.Engine, name: str, after_step: int = 0, most_chunks: int = 1
                 for row in _ask(connection, "recorded_chunks", most=most_chunks, **which)
             ),
             policy=_policy(connection, name) if steps else "",
+            engines=_engines(connection, name),
         )
 
 
@@ -96,6 +97,14 @@ def _lives(connection: sa.Connection, which: Mapping[str, Any]) -> tuple[Life, .
         )
         for row in workers
     )  # fmt: skip
+
+
+def _engines(connection: sa.Connection, name: str) -> int | None:
+    row = next(_ask(connection, "recorded_engines", name=name), None)
+    if row is None:
+        return None
+    inputs = json.loads(row["inputs"])
+    return int(inputs["engines"]) + int(inputs.get("sized", {}).get("freed", 0))
 
 
 def _policy(connection: sa.Connection, name: str) -> str:

@@ -7,7 +7,6 @@ It holds a mark a run in memory, up to which it asks nothing more; a restarted d
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from scavenger.errors import LedgerError
 from scavenger.ledger import queries, reader
 from scavenger.ledger.records import Record
 from scavenger.ledger.retention import BECOMES, Policy, RunSight, SampleSight, limit, plan
+from scavenger.within import within
 
 log = structlog.get_logger()
 
@@ -53,8 +53,7 @@ class Keeper:
                 await self.look()
             except LedgerError as error:
                 log.warning("retention waits", reason=error.cause)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), self._look_s)
+            await within(stop, self._look_s)
 
     async def look(self) -> int:
         """Bring every run up to date; returns the number of samples that were dealt with."""

@@ -8,7 +8,6 @@ whoever reaches the port cannot take the daemon's descriptors.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -23,6 +22,7 @@ from prometheus_client.registry import Collector
 
 from scavenger.errors import ConfigError
 from scavenger.observe.metrics import METRICS, PREFIX, Reading
+from scavenger.within import within
 
 log = structlog.get_logger()
 
@@ -103,8 +103,7 @@ class Exporter(Collector):
     async def run(self, look: Callable[[], Reading], stop: asyncio.Event, look_s: float = LOOK_S) -> None:
         while not stop.is_set():
             self.reading = look()
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), look_s)
+            await within(stop, look_s)
 
     def close(self) -> None:
         self._server.shutdown()

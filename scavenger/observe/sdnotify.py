@@ -8,12 +8,13 @@ killed by the manager and started again. Without a manager all of this does noth
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 import time
 from collections.abc import Callable, Mapping
 
 import structlog
+
+from scavenger.within import within
 
 log = structlog.get_logger()
 
@@ -72,5 +73,4 @@ class Notifier:
                 self.say(WATCHDOG="1")
             else:
                 log.error("the router's loop did not turn; the service manager is not told that all is well", turns=now)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), self.watchdog_s / 3)
+            await within(stop, self.watchdog_s / 3)

@@ -17,6 +17,7 @@ import structlog
 
 from scavenger import keys
 from scavenger.errors import DaemonUnavailable
+from scavenger.within import within
 
 log = structlog.get_logger()
 
@@ -209,10 +210,7 @@ async def tell(state_dir: Path, look: Callable[[], Status], stop: asyncio.Event,
         if loop.time() - logged_at >= log_s:
             logged_at = loop.time()
             log.info("status", **{name: getattr(status, name) for name in _LOGGED})
-        try:
-            await asyncio.wait_for(stop.wait(), write_s)
-        except TimeoutError:
-            continue
+        await within(stop, write_s)
 
 
 def _counts(harvest: Harvest) -> dict[str, int | str]:

@@ -299,6 +299,13 @@ class TrainedGroups:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class EnginesAsked:
+    """A daemon before this one had asked for so many harvested engines when it ended: a restart alone changes nothing."""
+
+    engines: int
+
+
 Fact = (
     SampleFinished
     | EngineProgress
@@ -310,6 +317,7 @@ Fact = (
     | WindowMoved
     | Toggled
     | TrainedGroups
+    | EnginesAsked
 )
 
 # ---------------------------------------------------------------- answers

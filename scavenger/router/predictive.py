@@ -22,6 +22,7 @@ from scavenger.router import predictive_inputs as inputs
 from scavenger.router import window as windows
 from scavenger.router.forecast import Forecast
 from scavenger.router.policy import (
+    EnginesAsked,
     Fact,
     Inputs,
     Move,
@@ -95,6 +96,9 @@ class Predictive:
                 self._changed = True
                 if isinstance(fact, WorkerLost) or (isinstance(fact, WorkerReady) and fact.first):
                     self._fleet.fleet_changed()
+            case EnginesAsked():
+                self._first_asked = fact.engines
+                self._fleet.restarted(fact.engines)
             case StepFinished() if fact.purpose == "train":
                 if self.forecast.last is not None and self.forecast.last.step == fact.step:
                     self._fleet.step_ended(self.forecast.last.wait)

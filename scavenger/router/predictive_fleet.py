@@ -54,6 +54,11 @@ class FleetSizer:
         self._steps += 1
         self._waits.append(wait_share)
 
+    def restarted(self, asked: int) -> None:
+        """The steps told of so far were answered by `asked` engines, before a restart: they tell of the wait, and change nothing again."""
+        self.state = autoscale.restarted(self.state, self._waits, asked, self.rules)
+        self._waits.clear()
+
     def engines(self, view: RunView, forecast: Forecast, now: float, asked: int = 0) -> tuple[int, str]:
         """The number asked for, at most the run's own limit, and why. `asked`: what was asked for before the run's first step."""
         stale = self._steps > 0 and (self._changed or self._steps >= SIZE_STEPS or self.state.wait is None)

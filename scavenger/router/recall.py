@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from scavenger.ledger.recording import Answer, Flush, Life, Recording, Span, Step
 from scavenger.router.policy import (
     EngineProgress,
+    EnginesAsked,
     Fact,
     RouterPolicy,
     SampleFinished,
@@ -65,7 +66,10 @@ def facts(recording: Recording) -> list[tuple[float, Fact]]:
             found.append(
                 (rate.at, EngineProgress(known.worker_id, known.kind, known.node, known.gpus, batch, rate.context, tokens, rate.seconds))
             )
-    return sorted(found, key=lambda known: known[0])
+    found.sort(key=lambda known: known[0])
+    if recording.engines is not None:  # last: all that is known went into it
+        found.append((found[-1][0] if found else 0.0, EnginesAsked(recording.engines)))
+    return found
 
 
 def _of_step(step: Step, lives: dict[int, Life]) -> Iterator[tuple[float, Fact]]:

@@ -91,6 +91,7 @@ class TcpChannel:
         self._version, self._token = version, token
         self._patience_s = patience_s
         self._head = memoryview(bytearray(MAX_ANSWER_BYTES))
+        self._owner = threading.get_ident()
 
     @classmethod
     def connect(cls, source: wire.WeightSource, version: int, patience_s: float) -> TcpChannel:
@@ -133,9 +134,11 @@ class TcpChannel:
         return answer
 
     def close(self) -> None:
+        """The descriptor is closed by the thread that reads from it: it may be about to, and the number may be another socket's by then."""
         with contextlib.suppress(OSError):  # not connected any more
             self._sock.shutdown(socket.SHUT_RDWR)
-        self._sock.close()
+        if self._owner == threading.get_ident():
+            self._sock.close()
 
 
 def send_frame(sock: socket.socket, frame: bytes) -> None:

@@ -34,6 +34,7 @@ from scavenger.weights.opener import Opener
 from scavenger.weights.pace import NodePace
 from scavenger.weights.protocol import Answer, Holds, NoSuch, Part, Reached
 from scavenger.weights.transfer import Limits, Transfer, Verdict
+from scavenger.within import within
 
 _log = structlog.get_logger(__name__)
 _IDLE_S = 0.02  # how soon a connection without work looks whether there is some again
@@ -129,8 +130,7 @@ class Pull:
         try:
             async with asyncio.timeout(deadline_s):
                 while not self.transfer.complete() and any(stream.is_alive() for stream in self._streams):
-                    with contextlib.suppress(TimeoutError):
-                        await asyncio.wait_for(news.wait(), _LOOK_S)
+                    await within(news, _LOOK_S)
                     news.clear()
         except TimeoutError as error:
             raise WeightsError(f"version {self.manifest.version} not complete after {deadline_s:g} s: {self._summary()}") from error

@@ -168,11 +168,11 @@ class WeightSource:
         with self._lock:
             threads = [*self._listeners, *((one.sock, one.thread) for one in self._open.values())]
         for sock, _ in threads:
-            with contextlib.suppress(OSError):  # a listener is not connected; a receiver may have gone
-                sock.shutdown(socket.SHUT_RDWR)
-            sock.close()
-        for _, thread in threads:
+            with contextlib.suppress(OSError):  # a receiver may have gone
+                sock.shutdown(socket.SHUT_RDWR)  # wakes its thread
+        for sock, thread in threads:
             thread.join()
+            sock.close()  # now: before, the thread might be about to use the number, which may be another socket's by then
         if self._encoder is not None:
             self._encoder.wait(stop=True)
         if self._curve is not None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scavenger.harvest.autoscale import Rules, State, break_even, start_with, step_ended, worth
+from scavenger.harvest.autoscale import Rules, State, break_even, restarted, start_with, step_ended, worth
 from scavenger.harvest.survival import Life, estimate, prior
 
 RULES = Rules(low=0.05, high=0.15, shrink=0.125, patience=2, weight=1.0)
@@ -28,6 +28,22 @@ def test_what_was_asked_for_before_any_forecast_stays_until_a_step_was_seen() ->
     assert start_with(State(), 5, asked=3).target == 5
     seen = step_ended(first, 0.5, 4, Rules())
     assert start_with(seen, 1, asked=3) is seen
+
+
+def test_a_restart_alone_gives_nothing_back() -> None:
+    """The steps of before were answered: asked again, all of them would count as so many steps with too many engines."""
+    after = restarted(State(), (0.4, 0.0, 0.0, 0.0), 2, Rules(weight=0.5))
+    assert (after.target, after.wait, after.low_steps) == (2, 0.05, 0)
+    assert start_with(after, 1) is after
+    once = step_ended(after, 0.0, 1, RULES)
+    assert (once.target, step_ended(once, 0.0, 1, RULES).target) == (2, 1), "and from here on as ever"
+    assert start_with(restarted(State(), (), 2, RULES), 1, asked=2).target == 2, "it had seen no step either"
+
+
+def test_a_long_wait_that_no_engine_would_shorten_is_told_as_such() -> None:
+    stays = step_ended(State(target=2, wait=0.9), 0.97, 2, RULES)
+    assert stays.target == 2
+    assert stays.reason.endswith("over 15%, but no more are useful, so it stays")
 
 
 def test_waiting_grows_the_fleet_to_where_the_wait_would_vanish() -> None:

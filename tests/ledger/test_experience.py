@@ -45,6 +45,16 @@ def test_a_run_whose_window_was_decided_ran_under_the_predicting_policy(url: str
     assert read(url, DECIDED).policy == "predictive"
 
 
+def test_how_many_engines_were_asked_for_last_is_read_with_those_that_a_tail_had_freed(url: str) -> None:
+    told = [("sorting", '{"engines": 3}'), ("sorting", '{"engines": 5, "sized": {"freed": 2.0}}'), ("other", '{"engines": 9}')]
+    asked = [r.Decision("engines", "want", run, "why", inputs, T0 + 6 + i, "fleet") for i, (run, inputs) in enumerate(told)]
+    assert read(url, *asked).engines == 7
+
+
+def test_a_run_that_never_said_how_many_engines_it_wants_has_no_number(url: str) -> None:
+    assert read(url).engines is None
+
+
 def test_only_steps_after_the_one_named_and_the_newest_chunks_are_read(url: str) -> None:
     past = read(url, most_chunks=2)
     assert [flush.at for flush in past.flushes] == [T0 + 7.5, T0 + 9.5]

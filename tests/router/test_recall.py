@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from scavenger.ledger.recording import Answer, Flush, Life, Load, Recording, Span, Step
 from scavenger.router.forecast_lengths import Belief
-from scavenger.router.policy import EngineProgress, SampleFinished, StepFinished, StepSubmitted, WorkerJoined, WorkerLost, WorkerReady
+from scavenger.router.policy import (
+    EngineProgress,
+    EnginesAsked,
+    PlainView,
+    SampleFinished,
+    StepFinished,
+    StepSubmitted,
+    StepView,
+    WorkerJoined,
+    WorkerLost,
+    WorkerReady,
+)
 from scavenger.router.predictive import Predictive
 from scavenger.router.recall import LEAST_S, facts, rates, teach
+from tests.router.test_predictive import worker
 
 STEP_S = 0.1  # of the engine that is played
 LENGTHS = (10, 10, 30)
@@ -82,3 +95,19 @@ def test_a_step_under_way_is_begun_and_not_finished() -> None:
     under_way = Step(1, 40, step.submitted_at, None, {}, (*step.answers[:2], Answer(2, 1, 1, 0, 5, 12, "", "open", 1, None)))
     known = facts(Recording("r", "{}", "{}", (under_way,), (), (), ()))
     assert [type(fact) for _, fact in known] == [StepSubmitted, SampleFinished, SampleFinished]
+
+
+def test_a_restarted_daemon_asks_for_as_many_engines_as_the_one_before() -> None:
+    """Though its forecast finds fewer useful: what leaves does so by the same rules as without a restart."""
+    recording = msgspec.structs.replace(played(), engines=4)
+    assert facts(recording)[-1] == (110.0, EnginesAsked(4)), "after all that it may rest on"
+    here = PlainView(
+        step=StepView(step=2, samples=3, groups=2), workers=[worker(1, "reserved"), *(worker(i) for i in range(2, 6))], max_engines=8
+    )
+    anew, again = Predictive("r"), Predictive("r")
+    teach(anew, played())
+    assert anew.engines(here, 111.0)[0] < 4
+    teach(again, recording)
+    engines, why = again.engines(here, 111.0)
+    assert engines == 4
+    assert "asked for before the daemon's restart" in why
