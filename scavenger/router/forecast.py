@@ -20,6 +20,7 @@ from scavenger.router.policy import (
     StepFinished,
     StepSubmitted,
     Toggled,
+    TrainedGroups,
     WorkerJoined,
     WorkerLost,
     WorkerReady,
@@ -32,6 +33,8 @@ PRIOR_TOGGLE_S = 5.0
 PRIOR_TRANSFER_S = 0.1
 #: Training a token takes so many prefills of it on one GPU: four passes of the weights for its one, at less of the peak.
 TRAIN_PREFILLS = 6.0
+#: The prior is worth so many trained tokens while the first step is under way: a round or two of short answers say little.
+TRAIN_PRIOR_TOKENS = 10_000.0
 #: A step that trains for less tells nothing of rounds. (None trains fewer tokens than rounds either: figures come from peers.)
 LEAST_TRAIN_S = 1e-6
 #: Pieces of a running engine's life are told to the survival curves this often, so that they count as lives at risk.
@@ -99,6 +102,7 @@ class Forecast:
     last: StepSeen | None = None
     engines: dict[int, Engine] = field(default_factory=dict)
     prompt: Average = field(default_factory=lambda: Average(0.0, 1e-6, 500.0))
+    _training: TrainedGroups | None = None  # how far the step under way is, while no step was seen whole
     _step: StepSubmitted | None = None  # the newest, as it was asked for last
     _submitted_at: float | None = None
     _evaluating: bool = False
@@ -147,6 +151,8 @@ class Forecast:
                 self._step = fact
                 if fact.cap and not self._evaluating:
                     self.capped(fact.cap)
+            case TrainedGroups() if not self.train.seen:
+                self._training = fact
             case StepFinished():
                 self._step_finished(fact)
                 self._tell_lives(now)
@@ -191,8 +197,13 @@ class Forecast:
         return PREFILL_SHARE * curve.base
 
     def train_s(self, curve: Curve, engine_gpus: int, trainer_gpus: int) -> float:
-        """Seconds to train a token, with what its round costs shared among them all."""
-        return self.train.value(TRAIN_PREFILLS * self.prefill_s(curve) * engine_gpus / max(1, trainer_gpus))
+        """Seconds to train a token, with what its round costs shared among them all. In the first step: by what was trained of it."""
+        prior = TRAIN_PREFILLS * self.prefill_s(curve) * engine_gpus / max(1, trainer_gpus)
+        if self._training is not None and self._training.tokens > 0:
+            known = Ratio(prior, TRAIN_PRIOR_TOKENS)
+            known.observe(self._training.tokens, self._training.seconds)
+            return known.value()
+        return self.train.value(prior)
 
     def costs(self, curve: Curve, engine_gpus: int, trainer_gpus: int) -> Costs:
         """What the trainer and a change of the window cost; `curve` of the engines that prefill, `trainer_gpus` = the trainer's ranks."""
@@ -259,6 +270,7 @@ class Forecast:
         seconds, metrics = fact.metrics.get("seconds", 0.0), fact.metrics
         if "seconds_train" in metrics and tokens > 0:
             self.train.observe(tokens, metrics["seconds_train"])
+            self._training = None
             if 0 < metrics.get("rounds", 0.0) <= tokens and metrics["seconds_train"] > LEAST_TRAIN_S:
                 self.rounds.observe(metrics["rounds"], tokens, metrics["seconds_train"])
         if "seconds_update" in metrics:

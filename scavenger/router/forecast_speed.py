@@ -19,9 +19,11 @@ from itertools import combinations
 
 #: Before any engine was seen: an 8B model in bf16 on an H100-like GPU. Only ratios matter much, since the first measurement scales all.
 PRIOR_STEP = (7e-3, 2e-5, 6e-8)
-#: Prefill of a token, in decode steps of one sequence. Both pass all P weights: one takes 2 P FLOP at the rate F that is reached, the other
-#: 2 P bytes (bf16) at the bandwidth W, so that the share is W / F whatever the model: 3.35e12 / (0.42 * 989e12) on an H100 (data sheet).
-PREFILL_SHARE = 0.008
+#: Prefill of a token, in decode steps of one sequence. Both pass all P weights: one takes 2 P FLOP, the other 2 P bytes (bf16) and what
+#: no batch changes. On an H100 an 8B model's step was measured at 7.0 ms (`simulate.presets.VLLM_H100_STEPS`), and its prefill takes
+#: 2 * 8.2e9 / (0.55 * 989e12) = 3.0e-5 s a token at 55 % of the data sheet's rate. (Bandwidth over rate alone, with nothing else in a
+#: step, would be half as much again; two GPUs an engine, where what does not shrink weighs more, a tenth less.)
+PREFILL_SHARE = 0.004
 _SCALE = (1.0, 1 / 64, 1 / 65_536)  # of the columns (1, batch, context)
 
 

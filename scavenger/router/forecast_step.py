@@ -236,6 +236,12 @@ def _train(situation: Situation, groups: Sequence[tuple[float, float]], weight: 
             return t
 
 
+def _mean_context(samples: Samples) -> float:
+    """Tokens that a running sample has on average over all the steps that are to come."""
+    to_come = float(samples.rest.sum())
+    return float((samples.rest * (samples.have + samples.rest / 2)).sum()) / to_come if to_come > 0 else 0.0
+
+
 class StepModel:
     """One situation's predictions: the open phase is computed once, each window costs the rest."""
 
@@ -246,20 +252,27 @@ class StepModel:
         self._shut = _Fleet(situation, NEVER, NEVER)
         self._samples, self._weight = thinned(columns(situation.samples), MODELLED)
         self._before = self._samples.by_group(situation.group_tokens or {})
+        self._mean = _mean_context(self._samples)
+        self._crowded = self._places(0.0, len(self._samples)) < NEVER  # once reserved engines sleep
         self.profile = self._profile(self._samples, self._before, situation.reserved.engines)
         self.times = _generate(self.profile, self._open, _Cursor())
         self.end_s = self.times[-1] if self.times else 0.0
 
     def _profile(self, samples: Samples, before: Floats, reserved: float) -> Profile:
         """With the places of `reserved` engines, and of all harvested ones that are there or will be."""
+        return profile(served(samples, self._places(reserved, len(samples))), before, self._weight)
+
+    def _places(self, reserved: float, samples: int) -> float:
+        """How many of these run at a time on so many reserved engines and all harvested ones; NEVER where that is all of them."""
         situation = self.situation
-        engines = reserved + situation.harvested.engines + sum(more for _, more in situation.arrivals if more > 0)
-        places = situation.limit * max(1.0, engines) / self._weight if situation.limit < NEVER else NEVER
-        return profile(served(samples, places), before, self._weight)
+        harvested = situation.harvested.engines + sum(more for _, more in situation.arrivals if more > 0)
+        room = reserved * situation.reserved.room(self._mean) + harvested * situation.harvested.room(self._mean)
+        places = min(situation.limit * max(1.0, reserved + harvested), max(1.0, room)) / self._weight
+        return places if places < samples else NEVER
 
     def asleep_s(self) -> float:
         """The rest of the step when reserved engines train from now on, with no toggle."""
-        shut = self._profile(self._samples, self._before, 0.0) if self.situation.limit < NEVER else self.profile
+        shut = self._profile(self._samples, self._before, 0.0) if self._crowded else self.profile
         times = _generate(shut, self._shut, _Cursor())
         return self._finish(arrivals(shut.whole, shut.ends, times, 0.0), times, self.situation.busy_s)
 
@@ -272,7 +285,7 @@ class StepModel:
         done = bisect_right(self.times, window_s)
         cursor = self._at(window_s, done)
         t = window_s + self._stall_s(cursor)
-        if self.situation.limit == NEVER:
+        if not self._crowded:
             later = _generate(self.profile, self._shut, _Cursor(t, cursor.bucket, cursor.part))
             times = [*self.times[:done], *later]
             return self._finish(arrivals(whole, ends, times, 0.0), times, train_from_s)

@@ -18,11 +18,12 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
 
+from scavenger.router.filling import Filling
 from scavenger.router.forecast_speed import Curve
 
 Slot = tuple[float, int, int, int, str]  # share taken, worker id, leases, max_batch, node
@@ -96,7 +97,8 @@ GROUP_SHARE = 0.5
 class Job(msgspec.Struct, frozen=True, gc=False):
     """A queued sample as the forecast sees it. `have`: tokens of context, prompt included; `rest`: expected tokens to come.
 
-    `moved`: it was begun elsewhere. Ids grow with age.
+    `moved`: it was begun elsewhere. `plausible`: one number of tokens to come, drawn so that all samples' have the right spread: expected
+    ones would all end together, and fill a cache as no real ones do. Ids grow with age.
     """
 
     sample_id: int
@@ -105,6 +107,7 @@ class Job(msgspec.Struct, frozen=True, gc=False):
     rest: float
     moved: bool = False
     avoid: Set[str] = frozenset()
+    plausible: float = 0.0
 
 
 class Ranked(msgspec.Struct, frozen=True, gc=False):
@@ -168,7 +171,7 @@ def _mixed(jobs: Sequence[Job], group_rest: Mapping[int, float], group_share: fl
 
 @dataclass(slots=True)
 class Engine:
-    """An engine that may take leases, with what it has. `limit`: leases up to its plateau; `cache`: tokens that its KV cache holds.
+    """An engine that may take leases, with what it has. `limit`: leases up to its plateau; `filling`: of its KV cache.
 
     `longest`: tokens to come of its longest sample; `work_s`: `Curve.work_s` over its samples; `context`: their tokens, half of what is to
     come included. `open_s`: how long it will generate yet (a reserved one is put to sleep); `reload_s`: a token's prefill elsewhere.
@@ -179,7 +182,7 @@ class Engine:
     leases: int
     limit: int
     curve: Curve
-    cache: float = math.inf
+    filling: Filling = field(default_factory=Filling)
     longest: float = 0.0
     work_s: float = 0.0
     context: float = 0.0
@@ -196,14 +199,14 @@ class Engine:
         return done if done <= self.open_s else done + (job.have + job.rest) * self.reload_s
 
     def room_for(self, job: Job) -> bool:
-        fits = self.context + job.have + job.rest / 2 <= self.cache or not self.leases
-        return fits and self.leases < self.limit
+        return self.leases < self.limit and (not self.leases or self.filling.fits(job.have, job.plausible))
 
     def take(self, job: Job) -> None:
         self.leases += 1
         self.longest = max(self.longest, job.rest)
         self.work_s += self.curve.work_s(job.have, job.rest)
         self.context += job.have + job.rest / 2
+        self.filling.take(job.have, job.plausible)
 
 
 Entry = tuple[float, int, int, Engine]  # when it is done, leases, worker id (unique), engine
@@ -218,10 +221,10 @@ def assign(ranked: Iterable[Ranked], engines: Iterable[Engine]) -> Iterator[tupl
     """
     fleet = sorted(engines, key=lambda e: e.worker_id)
     nodes = {engine.node for engine in fleet}
-    kinds: dict[tuple[Curve, float, int, float], list[Entry]] = {}
+    kinds: dict[tuple[Curve, float, int], list[Entry]] = {}
     for engine in fleet:
         if engine.leases < engine.limit:
-            alike = (engine.curve, engine.open_s, engine.limit, engine.cache)
+            alike = (engine.curve, engine.open_s, engine.limit)
             kinds.setdefault(alike, []).append((engine.drain_s, engine.leases, engine.worker_id, engine))
     heaps = list(kinds.values())
     for heap in heaps:

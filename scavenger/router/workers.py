@@ -36,6 +36,8 @@ from scavenger.wire import (
 MAX_DEPARTED = 4096
 #: Of the time between two heartbeats: what comes sooner comes after one that was late.
 LEAST_BEAT = 0.9
+#: Where all samples of an engine ran throughout, what they gained on average is this near the most that one of them did, as a share of it.
+ALIKE = 0.05
 
 
 def disconnect(core: Core, worker: Worker) -> None:
@@ -104,7 +106,7 @@ def _heartbeat(core: Core, worker: Worker, beat: Heartbeat) -> None:
     if beat.progress != worker.progress:
         worker.progress, worker.moved_at = beat.progress, core.now
     leases, now = worker.leases, core.now
-    here = gained = context = 0
+    here = gained = most = context = 0
     others: list[Held] = []  # that are not its leases, as far as is known here
     for held in beat.held:
         sample = leases.get(held.sample_id)
@@ -116,7 +118,10 @@ def _heartbeat(core: Core, worker: Worker, beat: Heartbeat) -> None:
         if length != reported:
             if length > reported:
                 worker.moved_at = now
-                gained += length - reported
+                gain = length - reported
+                gained += gain
+                if gain > most:
+                    most = gain
             sample.reported, sample.seen = length, None
         context += len(sample.group.prompt) // 4 + length
     if here < len(leases):
@@ -126,7 +131,7 @@ def _heartbeat(core: Core, worker: Worker, beat: Heartbeat) -> None:
         core.send(worker.conn, Revoke(stale, "the sample moved on"))
     worker.acks += 1
     core.send(worker.conn, HeartbeatAck(core.generation, worker.acks))
-    _measure(core, worker, gained, context)
+    _measure(core, worker, gained, most, context)
     if beat.wake_s != worker.wake_s:
         worker.wake_s = beat.wake_s
         worker.run.policy.observe(Toggled(worker.id, True, beat.wake_s), core.now)
@@ -144,13 +149,16 @@ def _release_lost(core: Core, worker: Worker, beat: Heartbeat) -> None:
             sm.release(core, sample, "the assignment was lost")
 
 
-def _measure(core: Core, worker: Worker, gained: int, context: int) -> None:
-    """What its engine did since its last heartbeat; for the policy only where it held the same samples throughout.
+def _measure(core: Core, worker: Worker, gained: int, most: int, context: int) -> None:
+    """What its engine did since its last heartbeat; for the policy only where it ran the same samples throughout.
 
     A beat that comes early is one that comes after a late one: on a busy machine an engine would look several times as fast as it is.
+    All samples that run gain a token a step, `most` of them in this beat: where they gained less on average, some were prefilled meanwhile
+    or waited for room in its KV cache, and the batch was not that of its leases.
     """
     seconds, batch = core.now - worker.beat_at, len(worker.leases)
     steady = not worker.changed and batch > 0 and gained > 0 and seconds >= LEAST_BEAT * core.limits.heartbeat_s
+    steady = steady and most * batch - gained <= max(ALIKE * most, 1.0) * batch
     worker.beat_at, worker.changed = core.now, False
     if seconds <= 0:
         return
