@@ -169,6 +169,10 @@ def _mixed(jobs: Sequence[Job], group_rest: Mapping[int, float], group_share: fl
     return ranked
 
 
+#: An engine whose cache so many samples did not fit gets no more this time: small ones would pass those that are next, for ever.
+REFUSED = 8
+
+
 @dataclass(slots=True)
 class Engine:
     """An engine that may take leases, with what it has. `limit`: leases up to its plateau; `filling`: of its KV cache.
@@ -188,6 +192,7 @@ class Engine:
     context: float = 0.0
     open_s: float = math.inf
     reload_s: float = 0.0
+    refused: int = 0  # samples that did not fit its cache, this time
 
     @property
     def drain_s(self) -> float:
@@ -199,7 +204,11 @@ class Engine:
         return done if done <= self.open_s else done + (job.have + job.rest) * self.reload_s
 
     def room_for(self, job: Job) -> bool:
-        return self.leases < self.limit and (not self.leases or self.filling.fits(job.have, job.plausible))
+        if self.leases >= self.limit or self.refused >= REFUSED:
+            return False
+        fits = not self.leases or self.filling.fits(job.have, job.plausible)
+        self.refused += not fits
+        return fits
 
     def take(self, job: Job) -> None:
         self.leases += 1
@@ -236,6 +245,9 @@ def assign(ranked: Iterable[Ranked], engines: Iterable[Engine]) -> Iterator[tupl
         avoid = job.avoid if nodes - job.avoid else frozenset()
         found = [(entry[-1].with_s(job), entry[1], entry[2], entry, heap) for heap in heaps if (entry := _first(heap, job, avoid))]
         if not found:
+            for heap in heaps:
+                heap[:] = [entry for entry in heap if entry[-1].refused < REFUSED]
+                heapq.heapify(heap)
             continue
         done_s, _, worker_id, entry, heap = min(found, key=lambda f: f[:3])
         engine = entry[-1]

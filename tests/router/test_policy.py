@@ -220,18 +220,29 @@ def test_a_policy_sees_lengths_so_far_and_engines_as_they_were_measured(bench: B
     policy.place = lambda view, now: seen.append(view) or ()  # type: ignore[method-assign, func-returns-value]
     bench.say(11, Heartbeat(tuple(Held(i, 1, 0) for i in (1, 2, 3, 4)), 0, 1))
     bench.now += 2.0
-    bench.say(11, Heartbeat((Held(1, 1, 6), Held(2, 1, 4), Held(3, 1, 0), Held(4, 1, 0)), 1, 1))
+    bench.say(11, Heartbeat((Held(1, 1, 6), Held(2, 1, 6), Held(3, 1, 6), Held(4, 1, 5)), 1, 1))
     progress = [f for f in policy.facts if isinstance(f, EngineProgress)]
-    assert [(f.batch, f.tokens, f.seconds, f.context) for f in progress] == [(4, 10, 2.0, 4 * 3 + 10 / 2)]
+    assert [(f.batch, f.tokens, f.seconds, f.context) for f in progress] == [(4, 23, 2.0, 4 * 3 + 23 / 2)]
     bench.submit(step=1, groups=specs(4))
     sample = next(s for s in seen[-1].samples if s.id == lease.sample_id)
     assert (sample.accepted, sample.length, sample.worker_id, sample.cap, sample.done) == (0, 6, 1, 8, False)
     assert [(w.id, w.kind, w.leases, w.tokens_per_s, w.serves) for w in seen[-1].workers] == [
-        (1, "harvested", 4, 5.0, True),
+        (1, "harvested", 4, 11.5, True),
         (2, "harvested", 2, 0.0, True),
     ]
     assert [s.id for s in seen[-1].queued] == [7, 8]
     assert (seen[-1].step.samples, seen[-1].step.finished, seen[-1].step.groups) == (8, 0, 4)
+
+
+@pytest.mark.parametrize(("gained", "measured"), [((40, 40, 39, 39), True), ((40, 40, 40, 0), False), ((40, 12, 40, 40), False)])
+def test_an_engine_is_measured_only_where_all_its_samples_ran(
+    bench: Bench, policy: Told, lease: Lease, gained: tuple[int, ...], measured: bool
+) -> None:
+    """One that is prefilled meanwhile, or that waits for room in the KV cache, makes no engine slow for four samples."""
+    bench.say(11, Heartbeat(tuple(Held(i, 1, 0) for i in (1, 2, 3, 4)), 0, 1))
+    bench.now += 2.0
+    bench.say(11, Heartbeat(tuple(Held(i, 1, length) for i, length in enumerate(gained, 1)), 1, 1))
+    assert bool([f for f in policy.facts if isinstance(f, EngineProgress)]) is measured
 
 
 def test_two_beats_that_arrive_together_measure_nothing(bench: Bench, policy: Told, lease: Lease) -> None:
