@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from scavenger.router.forecast import Forecast
 from scavenger.router.forecast_lengths import Belief, Group, LengthForecast, impute
 from scavenger.router.forecast_speed import PREFILL_SHARE, PRIOR_STEP, Average, Curve, CurveFit, Curves, Ratio, RoundFit
-from scavenger.router.policy import SampleFinished, StepFinished, Toggled, WorkerJoined, WorkerLost
+from scavenger.router.policy import SampleFinished, StepFinished, Toggled, TrainedGroups, WorkerJoined, WorkerLost
 
 CAP = 14_000
 
@@ -299,6 +299,20 @@ def test_what_a_round_costs_is_told_apart_from_what_tokens_cost() -> None:
     assert costs.round_s == pytest.approx(0.4, rel=0.1)
     assert costs.train_s == pytest.approx(0.05, rel=0.1)
     assert forecast.train_s(Curve(0.01, 0.0, 0.0), 1, 8) > 1.4 * costs.train_s, "a token's share of the rounds is in it"
+
+
+def test_in_the_first_step_training_costs_what_was_seen_of_it_so_far_and_then_what_the_whole_step_says() -> None:
+    forecast, curve = Forecast(), Curve(0.01, 0.0, 0.0)
+    prior = forecast.train_s(curve, 1, 1)
+    forecast.observe(TrainedGroups(1, 1, 1000, 1000 * prior * 4), 1.0)
+    assert prior < forecast.train_s(curve, 1, 1) < 2 * prior, "a round of short answers says little"
+    forecast.observe(TrainedGroups(1, 40, 200_000, 200_000 * prior * 4), 2.0)
+    assert forecast.costs(curve, 1, 1).train_s == pytest.approx(4 * prior, rel=0.05)
+    forecast.observe(SampleFinished(1, 1, 1, 500_000, 0, False, 1, "harvested", "n"), 3.0)
+    forecast.observe(StepFinished(1, "train", {"seconds": 10.0, "seconds_train": 500_000 * prior * 3, "rounds": 4.0}), 4.0)
+    assert forecast.train_s(curve, 1, 1) == pytest.approx(3 * prior, rel=0.05)
+    forecast.observe(TrainedGroups(2, 40, 200_000, 200_000 * prior * 9), 5.0)
+    assert forecast.train_s(curve, 1, 1) == pytest.approx(3 * prior, rel=0.05), "a whole step knows better"
 
 
 def test_rounds_that_nobody_counts_cost_nothing_of_themselves() -> None:

@@ -226,6 +226,16 @@ def test_fewer_samples_at_a_time_than_fit_are_served_only_where_that_ends_the_st
     assert any(chosen.limit == NEVER for chosen in decided)
 
 
+@pytest.mark.parametrize("pool", [Pool(LINE, 1, slots=2), Pool(LINE, 1, slots=64, cache=400.0)])
+def test_what_finds_no_place_waits_its_turn(pool: Pool) -> None:
+    """Two slots, or a cache that holds two: the first group is whole at half time, not both of them at the end."""
+    samples = tuple(Outstanding(150, 100, group) for group in (1, 1, 2, 2))
+    model = StepModel(Situation(Pool(LINE, 0, 64), pool, COSTS, samples, awake=False))
+    assert [at for at, _ in model.profile.whole] == [100, 200]
+    free = StepModel(Situation(Pool(LINE, 0, 64), Pool(LINE, 1, 64), COSTS, samples, awake=False))
+    assert [at for at, _ in free.profile.whole] == [100, 100]
+
+
 def test_a_decision_that_is_carried_over_is_the_same_share_of_what_each_engine_has_now() -> None:
     few, many = situation(groups=8), situation(groups=32)
     kept = carried(many, Serving(1, 10, 0.5, "why"))
