@@ -18,12 +18,11 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
 
-from scavenger.router.filling import Filling
 from scavenger.router.forecast_speed import Curve
 
 Slot = tuple[float, int, int, int, str]  # share taken, worker id, leases, max_batch, node
@@ -97,8 +96,7 @@ GROUP_SHARE = 0.5
 class Job(msgspec.Struct, frozen=True, gc=False):
     """A queued sample as the forecast sees it. `have`: tokens of context, prompt included; `rest`: expected tokens to come.
 
-    `moved`: it was begun elsewhere. `plausible`: one number of tokens to come, drawn so that all samples' have the right spread: expected
-    ones would all end together, and fill a cache as no real ones do. Ids grow with age.
+    `moved`: it was begun elsewhere. Ids grow with age.
     """
 
     sample_id: int
@@ -107,7 +105,6 @@ class Job(msgspec.Struct, frozen=True, gc=False):
     rest: float
     moved: bool = False
     avoid: Set[str] = frozenset()
-    plausible: float = 0.0
 
 
 class Ranked(msgspec.Struct, frozen=True, gc=False):
@@ -169,13 +166,9 @@ def _mixed(jobs: Sequence[Job], group_rest: Mapping[int, float], group_share: fl
     return ranked
 
 
-#: An engine whose cache so many samples did not fit gets no more this time: small ones would pass those that are next, for ever.
-REFUSED = 8
-
-
 @dataclass(slots=True)
 class Engine:
-    """An engine that may take leases, with what it has. `limit`: leases up to its plateau; `filling`: of its KV cache.
+    """An engine that may take leases, with what it has. `limit`: leases up to its plateau; `cache`: tokens that its KV cache holds.
 
     `longest`: tokens to come of its longest sample; `work_s`: `Curve.work_s` over its samples; `context`: their tokens, half of what is to
     come included. `open_s`: how long it will generate yet (a reserved one is put to sleep); `reload_s`: a token's prefill elsewhere.
@@ -186,13 +179,12 @@ class Engine:
     leases: int
     limit: int
     curve: Curve
-    filling: Filling = field(default_factory=Filling)
+    cache: float = math.inf
     longest: float = 0.0
     work_s: float = 0.0
     context: float = 0.0
     open_s: float = math.inf
     reload_s: float = 0.0
-    refused: int = 0  # samples that did not fit its cache, this time
 
     @property
     def drain_s(self) -> float:
@@ -204,18 +196,14 @@ class Engine:
         return done if done <= self.open_s else done + (job.have + job.rest) * self.reload_s
 
     def room_for(self, job: Job) -> bool:
-        if self.leases >= self.limit or self.refused >= REFUSED:
-            return False
-        fits = not self.leases or self.filling.fits(job.have, job.plausible)
-        self.refused += not fits
-        return fits
+        fits = self.context + job.have + job.rest / 2 <= self.cache or not self.leases
+        return fits and self.leases < self.limit
 
     def take(self, job: Job) -> None:
         self.leases += 1
         self.longest = max(self.longest, job.rest)
         self.work_s += self.curve.work_s(job.have, job.rest)
         self.context += job.have + job.rest / 2
-        self.filling.take(job.have, job.plausible)
 
 
 Entry = tuple[float, int, int, Engine]  # when it is done, leases, worker id (unique), engine
@@ -230,10 +218,10 @@ def assign(ranked: Iterable[Ranked], engines: Iterable[Engine]) -> Iterator[tupl
     """
     fleet = sorted(engines, key=lambda e: e.worker_id)
     nodes = {engine.node for engine in fleet}
-    kinds: dict[tuple[Curve, float, int], list[Entry]] = {}
+    kinds: dict[tuple[Curve, float, int, float], list[Entry]] = {}
     for engine in fleet:
         if engine.leases < engine.limit:
-            alike = (engine.curve, engine.open_s, engine.limit)
+            alike = (engine.curve, engine.open_s, engine.limit, engine.cache)
             kinds.setdefault(alike, []).append((engine.drain_s, engine.leases, engine.worker_id, engine))
     heaps = list(kinds.values())
     for heap in heaps:
@@ -245,9 +233,6 @@ def assign(ranked: Iterable[Ranked], engines: Iterable[Engine]) -> Iterator[tupl
         avoid = job.avoid if nodes - job.avoid else frozenset()
         found = [(entry[-1].with_s(job), entry[1], entry[2], entry, heap) for heap in heaps if (entry := _first(heap, job, avoid))]
         if not found:
-            for heap in heaps:
-                heap[:] = [entry for entry in heap if entry[-1].refused < REFUSED]
-                heapq.heapify(heap)
             continue
         done_s, _, worker_id, entry, heap = min(found, key=lambda f: f[:3])
         engine = entry[-1]

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Sequence
 
 from scavenger.router import offload, placement
 from scavenger.router import window as windows
-from scavenger.router.filling import Filling
 from scavenger.router.forecast_lengths import Belief
 from scavenger.router.placement import Ranked
 from scavenger.router.policy import (
@@ -34,7 +33,7 @@ from scavenger.router.policy import (
 from scavenger.router.predictive_outlook import Outlook
 from scavenger.router.predictive_serving import Service
 from scavenger.router.predictive_settings import Settings
-from scavenger.router.predictive_view import Picture, cache_of
+from scavenger.router.predictive_view import Picture
 from scavenger.router.ranking import Ranking
 
 #: An order of queued samples serves this long.
@@ -114,9 +113,8 @@ class Placer:
         picture = self._outlook.fresh_picture(view, now)
         self._outlook.changed()
         expected, queued = picture.expected, view.queued
-        plausible = picture.plausible
         jobs = [
-            placement.Job(s.id, s.group_id, s.prompt_tokens + s.length, expected[s.id], s.length > 0, s.avoid, plausible[s.id])
+            placement.Job(s.id, s.group_id, s.prompt_tokens + s.length, expected[s.id], s.length > 0, s.avoid)
             for s in queued
             if s.id in expected
         ]
@@ -126,8 +124,7 @@ class Placer:
         engines = {engine.worker_id: engine for engine in self._engines_of(picture)}
         self._limits, self._share = {worker_id: engine.limit for worker_id, engine in engines.items()}, picture.fair_share
         self._kept_free = picture.keeps_free
-        leases = list(placement.assign(ranked, engines.values()))
-        self._keep_within_caches(picture, ranked, engines, {sample_id for sample_id, _, _ in leases})
+        leases = placement.assign(ranked, engines.values())
         have = {job.sample_id: job for job in jobs}
         workers = {w.id: w for w in picture.workers}
         found = []
@@ -136,26 +133,6 @@ class Placer:
             why += f"; {bound.reason}" if bound is not None else ""
             found.append(Placement(sample_id, worker_id, bound.tokens if bound is not None else None, why))
         return found
-
-    def _keep_within_caches(
-        self, picture: Picture, ranked: Sequence[Ranked], engines: Mapping[int, placement.Engine], given: Set[int]
-    ) -> None:
-        """Until the next look a slot that comes free is filled as long as an engine has no more leases than fit its cache now.
-
-        And one that was not there yet gets no more than fit an empty one.
-        """
-        left = next((ranking.job for ranking in ranked if ranking.job.sample_id not in given), None)
-        if left is None:
-            return
-        for worker_id, engine in engines.items():
-            if not engine.room_for(left):
-                self._limits[worker_id] = max(1, min(engine.limit, math.floor(engine.leases * engine.filling.fitting)))
-        fresh = Filling(cache_of(picture.workers), picture.longest_plausible)
-        for count, ranking in enumerate(ranked[: self._share]):
-            if count and not fresh.fits(ranking.job.have, ranking.job.plausible):
-                self._share = count
-                break
-            fresh.take(ranking.job.have, ranking.job.plausible)
 
     def _order(self, picture: Picture, jobs: Sequence[placement.Job], now: float) -> list[Ranked]:
         expected = picture.expected
@@ -177,14 +154,12 @@ class Placer:
         expected, plan, forecast = picture.expected, self._outlook.plan, self._outlook.forecast
         open_s = plan.close_after_s if plan is not None and plan.awake else math.inf
         engines, share = [], picture.fair_share
-        plausible, longest = picture.plausible, picture.longest_plausible
         most = min(self.service.by.limit, 1 << 20)
         for worker in picture.workers:
             if not worker.serves:
                 continue
             curve = picture.curve(worker)
             held = [(s.prompt_tokens + s.length, expected[s.id]) for s in picture.held.get(worker.id, ())]
-            growing = [(s.prompt_tokens + s.length, plausible[s.id]) for s in picture.held.get(worker.id, ())]
             each = [have + rest / 2 for have, rest in held] or [forecast.prompt.value + picture.table.expected(Belief(), 0) / 2]
             plateau = max(windows.LEAST_SERVED, curve.plateau(sum(each) / len(each), self._settings.plateau))
             if not forecast.paced_lately(worker.kind, worker.gpus):
@@ -196,7 +171,7 @@ class Placer:
                     leases=worker.leases,
                     limit=int(max(1, min(worker.max_batch, share, most, plateau, worker.best_batch or plateau))),
                     curve=curve,
-                    filling=Filling(float(worker.cache_tokens) or math.inf, longest, growing),
+                    cache=float(worker.cache_tokens) or math.inf,
                     longest=max((rest for _, rest in held), default=0.0),
                     work_s=sum(curve.work_s(have, rest) for have, rest in held),
                     context=sum(each) if held else 0.0,

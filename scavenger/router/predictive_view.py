@@ -100,15 +100,6 @@ class Picture:
         return lengths - self._unfinished[1]
 
     @cached_property
-    def plausible(self) -> dict[int, float]:
-        """`imputed`, by sample."""
-        return dict(zip([sample.id for sample in self._unfinished[0]], self.imputed.tolist(), strict=True))
-
-    @cached_property
-    def longest_plausible(self) -> float:
-        return float(self.imputed.max()) if len(self.imputed) else 0.0
-
-    @cached_property
     def _unfinished(self) -> tuple[list[SampleView], NDArray[np.float64]]:
         """What is not done, group after group, and the tokens that each has."""
         views = [sample for group in self.groups.values() for sample in group.running]
