@@ -103,8 +103,8 @@ def _engines(connection: sa.Connection, name: str) -> int | None:
     row = next(_ask(connection, "recorded_engines", name=name), None)
     if row is None:
         return None
-    inputs = json.loads(row["inputs"])
-    return int(inputs["engines"]) + int(inputs.get("sized", {}).get("freed", 0))
+    target = json.loads(row["inputs"]).get("sized", {}).get("target")
+    return None if target is None else int(target)
 
 
 def _policy(connection: sa.Connection, name: str) -> str:

@@ -93,4 +93,4 @@ class Recording(msgspec.Struct, frozen=True):
     spans: tuple[Span, ...]
     flushes: tuple[Flush, ...]
     policy: str = ""  # "predictive", "standard"; "" = no step was recorded
-    engines: int | None = None  # harvested ones that it asked for last, with those that a merged tail had freed; None: nothing tells
+    engines: int | None = None  # harvested ones that its policy aimed at last; None: nothing tells

@@ -34,6 +34,8 @@ MODELLED = 256
 ROUNDING = 1e-9
 #: Fewer engines than this (what is left of those that are lost) generate nothing.
 FEW = 1e-3
+#: More samples than any step has.
+NEVER_SO_MANY = 1e12
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +255,8 @@ class StepModel:
         self._samples, self._weight = thinned(columns(situation.samples), MODELLED)
         self._before = self._samples.by_group(situation.group_tokens or {})
         self._mean = _mean_context(self._samples)
-        self._crowded = self._places(0.0, len(self._samples)) < NEVER  # once reserved engines sleep
+        alone = situation.harvested.engines > FEW or bool(situation.arrivals)
+        self._crowded = alone and self._places(0.0, len(self._samples)) < NEVER  # once reserved engines sleep
         self.profile = self._profile(self._samples, self._before, situation.reserved.engines)
         self.times = _generate(self.profile, self._open, _Cursor())
         self.end_s = self.times[-1] if self.times else 0.0
@@ -267,8 +270,8 @@ class StepModel:
         situation = self.situation
         harvested = situation.harvested.engines + sum(more for _, more in situation.arrivals if more > 0)
         room = reserved * situation.reserved.room(self._mean) + harvested * situation.harvested.room(self._mean)
-        places = min(situation.limit * max(1.0, reserved + harvested), max(1.0, room)) / self._weight
-        return places if places < samples else NEVER
+        places = math.ceil(min(situation.limit * max(1.0, reserved + harvested), max(1.0, room), NEVER_SO_MANY) / self._weight)
+        return float(places) if places < samples else NEVER
 
     def asleep_s(self) -> float:
         """The rest of the step when reserved engines train from now on, with no toggle."""

@@ -67,7 +67,8 @@ class Predictive:
         self._new_step = self._changed = True
         self._asked_for = self._unfinished = 0  # samples of the step
         self._asked: tuple[int, str] | None = None
-        self._first_asked = 0  # engines, before the first step
+        self._first_asked = self._target = 0  # engines: before the first step, and whatever a merged tail freed or a limit left out
+        self._before = 0  # engines, before the daemon's restart
 
     @property
     def every_s(self) -> float:
@@ -97,7 +98,7 @@ class Predictive:
                 if isinstance(fact, WorkerLost) or (isinstance(fact, WorkerReady) and fact.first):
                     self._fleet.fleet_changed()
             case EnginesAsked():
-                self._first_asked = fact.engines
+                self._first_asked = self._before = fact.engines
                 self._fleet.restarted(fact.engines)
             case StepFinished() if fact.purpose == "train":
                 if self.forecast.last is not None and self.forecast.last.step == fact.step:
@@ -156,9 +157,14 @@ class Predictive:
         if view.step.purpose != "train" and self._asked is not None:
             return self._asked  # engines stay over an evaluation
         if not view.step.samples or self.forecast.lengths is None:
-            self._first_asked, why = self._standard.engines(view, now)
-            return self._first_asked, why
+            number, why = self._standard.engines(view, now)
+            if number < min(self._before, view.max_engines):
+                number, why = min(self._before, view.max_engines), f"{self._before} were asked for before the daemon's restart; {why}"
+            self._first_asked = self._target = number
+            return number, why
+        self._before = 0
         target, why = self._fleet.engines(view, self.forecast, now, self._first_asked)
+        self._target = self._fleet.state.target
         retired = self._mover.retired  # those that have left too: their place is not to be filled in this step
         if retired:
             # Whoever asks for more than there are would else keep what was freed, and start one more.
@@ -175,7 +181,7 @@ class Predictive:
         return inputs.of_moves(moves, self._outlook, self.settings.margin)
 
     def sized_by(self) -> Inputs:
-        return {**self._fleet.figures(), "freed": len(self._mover.retired)} if self.settings.fleet else {}
+        return {**self._fleet.figures(), "freed": len(self._mover.retired), "target": self._target} if self.settings.fleet else {}
 
     def benefit(self) -> Benefit | None:
         """None until a fleet was sized: on priors alone what is idle is taken."""

@@ -1,6 +1,6 @@
--- How many harvested engines the run asked for last, with what its policy reckoned with.
+-- What the run's policy aimed at when it last said how many harvested engines it wants.
 SELECT inputs
 FROM decisions
-WHERE policy = 'engines' AND subject = :name
+WHERE policy = 'engines' AND subject = :name AND inputs LIKE '%"target"%'
 ORDER BY id DESC
 LIMIT 1;

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from scavenger.errors import LedgerError
 from scavenger.ledger import experience, store
 from scavenger.ledger import records as r
 from scavenger.ledger.recording import Flush, Load, Recording, Span
+from scavenger.router.predictive import Predictive
 from tests.ledger.examples import T0, consumed, moved_group, preempted, prologue, written
 
 LOADED = r.Event("weights_loaded", 1, "worker 1", "version 1", '{"pull_s": 0.5, "load_s": 0.25}', T0 + 5)
@@ -45,9 +48,16 @@ def test_a_run_whose_window_was_decided_ran_under_the_predicting_policy(url: str
     assert read(url, DECIDED).policy == "predictive"
 
 
-def test_how_many_engines_were_asked_for_last_is_read_with_those_that_a_tail_had_freed(url: str) -> None:
-    told = [("sorting", '{"engines": 3}'), ("sorting", '{"engines": 5, "sized": {"freed": 2.0}}'), ("other", '{"engines": 9}')]
-    asked = [r.Decision("engines", "want", run, "why", inputs, T0 + 6 + i, "fleet") for i, (run, inputs) in enumerate(told)]
+def test_how_many_engines_a_policy_aimed_at_last_is_read_whatever_was_asked_for(url: str) -> None:
+    """A merged tail had freed two of them, then the trainer was silent, so that none was asked for; then another policy decided."""
+    policy = Predictive("sorting")
+    policy._target = 7
+    aimed = {"sized": dict(policy.sized_by())}
+    told = [
+        ("sorting", {"engines": 5, **aimed}), ("sorting", {"engines": 0, **aimed}), ("sorting", {"engines": 9}),
+        ("other", {"engines": 1, "sized": {"target": 1.0}}),
+    ]  # fmt: skip
+    asked = [r.Decision("engines", "want", run, "why", json.dumps(by), T0 + 6 + i, "fleet") for i, (run, by) in enumerate(told)]
     assert read(url, *asked).engines == 7
 
 
