@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
@@ -111,3 +113,13 @@ def test_a_restarted_daemon_asks_for_as_many_engines_as_the_one_before() -> None
     engines, why = again.engines(here, 111.0)
     assert engines == 4
     assert "asked for before the daemon's restart" in why
+
+
+def test_engines_stay_over_a_restart_between_two_steps() -> None:
+    """Nobody has said yet what the next step will be: by that alone none would be of use."""
+    policy, nothing = Predictive("r"), PlainView(step=StepView(), workers=[worker(2), worker(3)], max_engines=8)
+    assert policy.engines(nothing, 0.0)[0] == 0
+    policy.observe(EnginesAsked(6), 0.0)
+    assert policy.engines(nothing, 1.0)[0] == 6
+    assert policy.engines(replace(nothing, max_engines=3), 1.0)[0] == 3
+    assert policy.sized_by()["target"] == 3
