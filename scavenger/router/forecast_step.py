@@ -34,8 +34,6 @@ MODELLED = 256
 ROUNDING = 1e-9
 #: Fewer engines than this (what is left of those that are lost) generate nothing.
 FEW = 1e-3
-#: More samples than any step has.
-NEVER_SO_MANY = 1e12
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,8 +268,8 @@ class StepModel:
         situation = self.situation
         harvested = situation.harvested.engines + sum(more for _, more in situation.arrivals if more > 0)
         room = reserved * situation.reserved.room(self._mean) + harvested * situation.harvested.room(self._mean)
-        places = math.ceil(min(situation.limit * max(1.0, reserved + harvested), max(1.0, room), NEVER_SO_MANY) / self._weight)
-        return float(places) if places < samples else NEVER
+        places = min(situation.limit * max(1.0, reserved + harvested), max(1.0, room)) / self._weight
+        return float(math.ceil(places)) if places <= samples - 1 else NEVER
 
     def asleep_s(self) -> float:
         """The rest of the step when reserved engines train from now on, with no toggle."""

@@ -198,7 +198,7 @@ class SampleFinished(msgspec.Struct, frozen=True, gc=False):
 
 
 class EngineProgress(msgspec.Struct, frozen=True, gc=False):
-    """Between two heartbeats an engine held the same `batch` samples throughout, and generated `tokens` for them in `seconds`.
+    """Between two heartbeats an engine ran the same `batch` samples throughout, and generated `tokens` for them in `seconds`.
 
     `context`: tokens of prompts and answers that they had together, on average over that time.
     """
@@ -301,7 +301,7 @@ class TrainedGroups:
 
 @dataclass(frozen=True, slots=True)
 class EnginesAsked:
-    """A daemon before this one had asked for so many harvested engines when it ended: a restart alone changes nothing."""
+    """The policy of the daemon before this one aimed at so many harvested engines when that ended: a restart alone changes nothing."""
 
     engines: int
 
